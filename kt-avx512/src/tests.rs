@@ -1,0 +1,376 @@
+//! Products against plain F64 sums over the decoded weights and the inputs exactly as packed, for each tier of this CPU.
+
+use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
+use kt_core::cpu::kernel::{Kernel, Scratch, Weights};
+use kt_core::cpu::memory::AlignedBytes;
+use kt_core::cpu::tier::Tier;
+use kt_core::format::float::{bf16_to_f32, f32_to_bf16};
+use kt_core::format::fp8::E4M3;
+use kt_core::testing::Random;
+use kt_core::{Format, Group, Matrix, ScaleType};
+
+use crate::Avx512;
+use crate::layout::PANEL;
+
+const TIERS: [Tier; 3] = [Tier::Avx512, Tier::Avx512Vnni, Tier::Avx512Bf16];
+
+const FORMATS: [Format; 13] = [
+    Format::Bf16,
+    Format::Fp8Block,
+    Format::Fp8Channel,
+    Format::Int8(Group::Row),
+    Format::Int8(Group::Of(32)),
+    Format::Int8(Group::Of(128)),
+    Format::Int8Offset(Group::Row),
+    Format::Int8Offset(Group::Of(64)),
+    Format::Int4(Group::Row),
+    Format::Int4(Group::Of(32)),
+    Format::Int4(Group::Of(64)),
+    Format::Int4(Group::Of(96)),
+    Format::Int4(Group::Of(128)),
+];
+
+const SHAPES: [(usize, usize); 8] =
+    [(16, 128), (17, 32), (96, 160), (704, 96), (33, 704), (48, 2880), (15, 1), (80, 254)];
+
+/// Kernels of the tiers of this CPU; says which are skipped.
+fn kernels() -> Vec<Avx512> {
+    let mut kernels = Vec::new();
+    for tier in TIERS {
+        match Avx512::detect(tier) {
+            Ok(k) if k.tier() == tier => kernels.push(k),
+            Ok(k) => eprintln!("skipped {tier}: this CPU stops at {}, lacking {}", k.tier(), tier.missing().join(", ")),
+            Err(why) => eprintln!("skipped {tier}: {why}"),
+        }
+    }
+    kernels
+}
+
+fn random_matrix(format: Format, rows: usize, cols: usize, kind: ScaleType, seed: u64) -> Option<Matrix> {
+    let mut random = Random(seed);
+    let bytes = format.row_bytes(cols).ok()? * rows;
+    let codes: Vec<u8> = match format {
+        Format::Bf16 => {
+            (0..bytes / 2).flat_map(|_| f32_to_bf16(random.normal() * 0.05).to_le_bytes()).collect::<Vec<u8>>()
+        }
+        // NaN codes have a test of their own.
+        Format::Fp8Block | Format::Fp8Channel => {
+            (0..bytes).map(|_| random.bits() as u8).map(|c| if c & 0x7f == 0x7f { 0x30 } else { c }).collect()
+        }
+        _ => (0..bytes).map(|_| random.bits() as u8).collect(),
+    };
+    let scales = format.scale_shape(rows, cols).map(|(r, c)| {
+        let mut bytes = Vec::new();
+        for _ in 0..r * c {
+            let v = 0.01 * (1.0 + random.uniform()) * 2f32.powi(random.below(6) as i32);
+            match kind {
+                ScaleType::F32 => bytes.extend(v.to_le_bytes()),
+                ScaleType::F16 => bytes.extend(half::f16::from_f32(v).to_le_bytes()),
+                ScaleType::Bf16 => bytes.extend(f32_to_bf16(v).to_le_bytes()),
+            }
+        }
+        (bytes.into(), kind)
+    });
+    Some(Matrix::new(format, rows, cols, codes.into(), scales).expect("a matrix of this shape"))
+}
+
+fn pack(kernel: Avx512, matrix: &Matrix) -> Weights {
+    let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
+    let bytes = kernel.packed_bytes(format, rows, cols).expect("packed");
+    assert_eq!(bytes % 64, 0);
+    let mut memory = AlignedBytes::default();
+    let out = memory.get(bytes);
+    kernel.pack(matrix, out);
+    Weights::packed(format, rows, cols, out.to_vec().into())
+}
+
+struct Rows {
+    layout: InputLayout,
+    n: usize,
+    cols: usize,
+    bytes: Vec<u8>,
+}
+
+impl Rows {
+    fn new(kernel: Avx512, layout: InputLayout, x: &[f32], cols: usize) -> Self {
+        let n = x.len() / cols;
+        let size = layout.block_bytes();
+        let mut bytes = vec![0; layout.bytes(n, cols)];
+        for (i, out) in bytes.chunks_exact_mut(size).enumerate() {
+            let (block, row) = (i / n, i % n);
+            let end = cols.min((block + 1) * BLOCK);
+            kernel.pack_input(layout, &x[row * cols + block * BLOCK..row * cols + end], out);
+        }
+        Rows { layout, n, cols, bytes }
+    }
+
+    fn view(&self) -> Inputs<'_> {
+        Inputs::new(self.layout, self.n, self.cols, &self.bytes)
+    }
+
+    /// Input `k` of a row, as packed.
+    fn get(&self, row: usize, k: usize) -> f64 {
+        let block = self.view().block(k / BLOCK, row);
+        let k = k % BLOCK;
+        let f32_at = |at: usize| f32::from_le_bytes(block[at..at + 4].try_into().unwrap());
+        match self.layout {
+            InputLayout::F32 => f32_at(k * 4) as f64,
+            InputLayout::Bf16 => bf16_to_f32(u16::from_le_bytes([block[k * 2], block[k * 2 + 1]])) as f64,
+            InputLayout::Int8 { group } => block[k] as i8 as f64 * f32_at(BLOCK + k / group * 4) as f64,
+        }
+    }
+}
+
+fn product(kernel: Avx512, w: &Weights, outputs: std::ops::Range<usize>, x: &Rows, rows: &[u32]) -> Vec<f32> {
+    let mut out = vec![f32::NAN; rows.len() * outputs.len()];
+    kernel.product(w, outputs, x.view(), rows, &mut out, &mut Scratch::default());
+    out
+}
+
+fn bits(v: &[f32]) -> Vec<u32> {
+    v.iter().map(|v| v.to_bits()).collect()
+}
+
+fn random_inputs(n: usize, cols: usize, seed: u64) -> Vec<f32> {
+    let mut random = Random(seed);
+    (0..n * cols).map(|_| random.normal()).collect()
+}
+
+/// Largest error relative to `sum |w * x|`, which rounded F32 sums and products are bounded by.
+fn worst_error(matrix: &Matrix, x: &Rows, rows: &[u32], got: &[f32]) -> f64 {
+    let w = matrix.decode();
+    let (n, cols) = (matrix.rows(), matrix.cols());
+    let mut worst = 0f64;
+    for (i, &row) in rows.iter().enumerate() {
+        let x: Vec<f64> = (0..cols).map(|k| x.get(row as usize, k)).collect();
+        for o in 0..n {
+            let products = w[o * cols..][..cols].iter().zip(&x).map(|(&w, x)| w as f64 * x);
+            let (sum, size) = products.fold((0.0, 0.0), |(s, a), p| (s + p, a + p.abs()));
+            let error = (got[i * n + o] as f64 - sum).abs() / size.max(1e-30);
+            worst = if error.is_nan() { f64::INFINITY } else { worst.max(error) };
+        }
+    }
+    worst
+}
+
+#[test]
+fn products_match_plain_sums() {
+    for kernel in kernels() {
+        for format in FORMATS {
+            for (rows, cols) in SHAPES {
+                let Some(matrix) = random_matrix(format, rows, cols, ScaleType::Bf16, 7) else { continue };
+                let (layout, _) = kernel.accepts(format, rows, cols).expect("accepted");
+                let w = pack(kernel, &matrix);
+                let x = Rows::new(kernel, layout, &random_inputs(40, cols, 9), cols);
+                let mut random = Random(3);
+                for n in [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 40, 300] {
+                    let pick: Vec<u32> = (0..n).map(|_| random.below(40) as u32).collect();
+                    let got = product(kernel, &w, 0..rows, &x, &pick);
+                    let error = worst_error(&matrix, &x, &pick, &got);
+                    // A chain of cols / 2 roundings of 2^-24, of random sign: far below 1e-6 of the sum of magnitudes.
+                    assert!(error < 1e-6, "{} {format} {rows}x{cols}, {n} rows: {error:.1e}", kernel.tier());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn all_scale_types_are_kept() {
+    for kernel in kernels() {
+        for format in FORMATS {
+            for kind in [ScaleType::F32, ScaleType::F16, ScaleType::Bf16] {
+                let Some(matrix) = random_matrix(format, 40, 384, kind, 17) else { continue };
+                let (layout, _) = kernel.accepts(format, 40, 384).expect("accepted");
+                let x = Rows::new(kernel, layout, &random_inputs(3, 384, 19), 384);
+                let got = product(kernel, &pack(kernel, &matrix), 0..40, &x, &[0, 1, 2]);
+                let error = worst_error(&matrix, &x, &[0, 1, 2], &got);
+                let grouped = matches!(
+                    format,
+                    Format::Int8(Group::Of(_)) | Format::Int8Offset(Group::Of(_)) | Format::Int4(Group::Of(_))
+                );
+                // Only F32 scales of groups are rounded, to 11 bits.
+                let bound = if grouped && kind == ScaleType::F32 { 2.5e-4 } else { 1e-6 };
+                assert!(error < bound, "{} {format} {kind:?}: {error:.1e}", kernel.tier());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_number_does_not_depend_on_what_is_computed_with_it() {
+    const N: usize = 300;
+    for kernel in kernels() {
+        for format in FORMATS {
+            let (rows, cols) = (75, 384);
+            let Some(matrix) = random_matrix(format, rows, cols, ScaleType::Bf16, 27) else { continue };
+            let (layout, _) = kernel.accepts(format, rows, cols).expect("accepted");
+            let w = pack(kernel, &matrix);
+            let x = Rows::new(kernel, layout, &random_inputs(N, cols, 29), cols);
+            let all: Vec<u32> = (0..N as u32).collect();
+            let want = product(kernel, &w, 0..rows, &x, &all);
+            for n in 1..=30 {
+                let mut random = Random(n as u64);
+                let pick: Vec<u32> = (0..n).map(|_| random.below(N) as u32).collect();
+                let start = random.below(rows.div_ceil(PANEL)) * PANEL;
+                let end = start + 1 + random.below(rows - start);
+                let got = product(kernel, &w, start..end, &x, &pick);
+                for (i, &row) in pick.iter().enumerate() {
+                    assert_eq!(
+                        bits(&got[i * (end - start)..][..end - start]),
+                        bits(&want[row as usize * rows..][start..end]),
+                        "{} {format}: {n} rows, outputs {start}..{end}, row {i}",
+                        kernel.tier()
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn int8_products_are_the_same_on_every_tier() {
+    let kernels = kernels();
+    for format in FORMATS {
+        if !matches!(format, Format::Int8(_) | Format::Int8Offset(_) | Format::Int4(_)) {
+            continue;
+        }
+        let matrix = random_matrix(format, 96, 768, ScaleType::F16, 37).expect("a matrix");
+        let results: Vec<_> = kernels
+            .iter()
+            .map(|&kernel| {
+                let (layout, _) = kernel.accepts(format, 96, 768).expect("accepted");
+                let x = Rows::new(kernel, layout, &random_inputs(10, 768, 39), 768);
+                bits(&product(kernel, &pack(kernel, &matrix), 0..96, &x, &[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]))
+            })
+            .collect();
+        assert!(results.windows(2).all(|w| w[0] == w[1]), "{format} differs between tiers");
+    }
+}
+
+#[test]
+fn extreme_codes_do_not_saturate() {
+    // Every weight at the end of its range and every input code at its own: the largest sums that can be.
+    for kernel in kernels() {
+        for (format, code, value) in [
+            (Format::Int8(Group::Row), 0x80, -128.0),
+            (Format::Int8(Group::Row), 0x7f, 127.0),
+            (Format::Int8Offset(Group::Of(32)), 0xff, 127.0),
+            (Format::Int4(Group::Of(32)), 0xff, 7.0),
+            (Format::Int4(Group::Of(32)), 0x00, -8.0),
+        ] {
+            let cols = 256;
+            let codes = vec![code; format.row_bytes(cols).unwrap() * 16];
+            let (r, c) = format.scale_shape(16, cols).unwrap();
+            let scales: Vec<u8> = (0..r * c).flat_map(|_| 1f32.to_le_bytes()).collect();
+            let matrix = Matrix::new(format, 16, cols, codes.into(), Some((scales.into(), ScaleType::F32))).unwrap();
+            let (layout, _) = kernel.accepts(format, 16, cols).unwrap();
+            for sign in [-127.0f32, 127.0] {
+                let x = Rows::new(kernel, layout, &vec![sign; cols * 9], cols);
+                for rows in [&[0u32][..], &[0, 1, 2, 3, 4, 5, 6, 7, 8]] {
+                    let got = product(kernel, &pack(kernel, &matrix), 0..16, &x, rows);
+                    let want = sign * value * cols as f32;
+                    assert!(got.iter().all(|&v| v == want), "{} {format} {code:#x}: {want} {got:?}", kernel.tier());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_fp8_code_is_exact() {
+    for kernel in kernels() {
+        for format in [Format::Fp8Channel, Format::Fp8Block] {
+            // Column 2k + (o % 2) of output o holds code o / 2 + ... : each code meets an input of 1, all others inputs of 0.
+            let (rows, cols) = (256, 8);
+            let codes: Vec<u8> =
+                (0..rows * cols).map(|i| if i % cols == (i / cols) % cols { (i / cols) as u8 } else { 0 }).collect();
+            let (r, c) = format.scale_shape(rows, cols).unwrap();
+            let scales: Vec<u8> = (0..r * c).flat_map(|_| 1f32.to_le_bytes()).collect();
+            let matrix = Matrix::new(format, rows, cols, codes.into(), Some((scales.into(), ScaleType::F32))).unwrap();
+            let w = pack(kernel, &matrix);
+            let (layout, _) = kernel.accepts(format, rows, cols).unwrap();
+            let x = Rows::new(kernel, layout, &vec![1.0; cols * 9], cols);
+            for n in [1, 9] {
+                let pick: Vec<u32> = (0..n).collect();
+                let got = product(kernel, &w, 0..rows, &x, &pick);
+                for (i, v) in got.iter().enumerate() {
+                    let want = E4M3[i % rows];
+                    assert!(
+                        *v == want || (v.is_nan() && want.is_nan()),
+                        "{} {format} {:#x}: {v}",
+                        kernel.tier(),
+                        i % rows
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn nan_and_infinity_stay_in_their_row() {
+    for kernel in kernels() {
+        for format in FORMATS {
+            let (rows, cols) = (48, 192);
+            let Some(matrix) = random_matrix(format, rows, cols, ScaleType::Bf16, 47) else { continue };
+            let (layout, _) = kernel.accepts(format, rows, cols).expect("accepted");
+            let w = pack(kernel, &matrix);
+            for bad in [f32::NAN, f32::INFINITY] {
+                let mut x = random_inputs(13, cols, 49);
+                x[5 * cols + 150] = bad;
+                let x = Rows::new(kernel, layout, &x, cols);
+                for pick in [&[4u32, 5][..], &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]] {
+                    let got = product(kernel, &w, 0..rows, &x, pick);
+                    for (i, &row) in pick.iter().enumerate() {
+                        let finite = got[i * rows..][..rows].iter().all(|v| v.is_finite());
+                        assert_eq!(finite, row != 5, "{} {format} {bad}: row {row}", kernel.tier());
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn inputs_and_activations_are_those_of_the_core() {
+    use kt_core::activation::Activation;
+    for kernel in kernels() {
+        for len in [1, 31, 100, 128] {
+            let x: Vec<f32> = random_inputs(1, len, len as u64);
+            for layout in
+                [InputLayout::F32, InputLayout::Bf16, InputLayout::Int8 { group: 32 }, InputLayout::Int8 { group: 128 }]
+            {
+                let (mut got, mut want) = (vec![1; layout.block_bytes()], vec![2; layout.block_bytes()]);
+                kernel.pack_input(layout, &x, &mut got);
+                kt_core::cpu::input::pack_block(layout, &x, &mut want);
+                assert_eq!(got, want, "{layout} of {len}");
+            }
+            let up = random_inputs(1, len, 5);
+            for rule in [Activation::SiluMul, Activation::GptOss { alpha: 1.702, limit: 7.0 }] {
+                let (mut got, mut want) = (x.clone(), x.clone());
+                kernel.activate(rule, &mut got, &up);
+                rule.apply(&mut want, &up);
+                assert_eq!(bits(&got), bits(&want), "{rule:?} of {len}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_declined_has_a_reason() {
+    for kernel in kernels() {
+        for format in [
+            Format::F32,
+            Format::F16,
+            Format::Q8_0,
+            Format::Q4K,
+            Format::Int4(Group::Of(48)),
+            Format::Int8(Group::Of(0)),
+        ] {
+            let why = kernel.accepts(format, 64, 768).unwrap_err();
+            assert!(why.0.contains(&format.to_string()), "{why}");
+        }
+    }
+    assert!(Avx512::detect(Tier::Avx2).unwrap_err().0.contains("avx2"));
+}

@@ -1,0 +1,452 @@
+//! `kt doctor`: what this machine offers, what keeps it from more, and how to mend that.
+
+use kt::cpu::team;
+use kt::cpu::tier::Tier;
+use kt::plan::human_bytes;
+use kt::{Format, Group, LayerSpec};
+
+use crate::limits::{Limits, Meter, READ_BYTES};
+use crate::options::threads_text;
+use crate::system::{System, cpu_ranges};
+
+/// Look at this machine: CPU, backends, memory, NUMA, GPU; each line OK, or WARN with what to do.
+#[derive(Debug, clap::Args)]
+pub struct DoctorArgs {
+    /// Print JSON: an object with `checks` and, with --measure, `limits`.
+    #[arg(long)]
+    json: bool,
+    /// Measure read bandwidth and multiply-add peaks too (a few seconds).
+    #[arg(long)]
+    measure: bool,
+}
+
+/// One line of the answer.
+#[derive(Debug, Clone, PartialEq)]
+struct Check {
+    name: &'static str,
+    text: String,
+    /// What to do; its presence makes the line a WARN.
+    mend: Option<String>,
+}
+
+impl Check {
+    fn ok(name: &'static str, text: impl Into<String>) -> Check {
+        Check { name, text: text.into(), mend: None }
+    }
+
+    fn warn(name: &'static str, text: impl Into<String>, mend: impl Into<String>) -> Check {
+        Check { name, text: text.into(), mend: Some(mend.into()) }
+    }
+}
+
+/// Runs the command.
+pub fn run(args: DoctorArgs) -> anyhow::Result<()> {
+    let system = System::here();
+    let mut checks = vec![cpu(&system), tiers()];
+    checks.extend(backends(kt::registry(Tier::Amx)));
+    checks.push(cores(&system, team::allowed_cpus()));
+    checks.push(numa(&system));
+    checks.push(memory(&system));
+    checks.push(swap(&system));
+    checks.push(huge_pages(&system));
+    checks.push(overcommit(&system));
+    checks.push(gpu(&system));
+    checks.push(Check::ok("plugins", "not built in: this build loads no backends from shared libraries"));
+    let limits = match args.measure {
+        true => {
+            let bytes = READ_BYTES.min(system.available().bytes / 4);
+            Some(Meter::new(team::allowed_cpus(), &system.allowed_cpus(), bytes, Tier::Amx)?.measure())
+        }
+        false => None,
+    };
+    if args.json {
+        println!("{:#}", to_json(&checks, limits.as_ref()));
+        return Ok(());
+    }
+    for c in &checks {
+        let state = if c.mend.is_some() { "WARN" } else { "OK" };
+        println!("{state:<4} {:<11} {}", c.name, c.text);
+        if let Some(mend) = &c.mend {
+            println!("{:<16} -> {mend}", "");
+        }
+    }
+    if let Some(limits) = limits {
+        println!("OK   {:<11} {}", "measured", limits.summary());
+    }
+    Ok(())
+}
+
+fn to_json(checks: &[Check], limits: Option<&Limits>) -> serde_json::Value {
+    let checks: Vec<_> = checks
+        .iter()
+        .map(|c| {
+            let state = if c.mend.is_some() { "WARN" } else { "OK" };
+            serde_json::json!({ "check": c.name, "state": state, "text": c.text, "mend": c.mend })
+        })
+        .collect();
+    let mut json = serde_json::json!({ "checks": checks });
+    if let Some(limits) = limits {
+        json["limits"] = limits.to_json();
+    }
+    json
+}
+
+fn cpu(system: &System) -> Check {
+    const FLAGS: [&str; 14] = [
+        "avx2",
+        "fma",
+        "f16c",
+        "avx_vnni",
+        "avx512f",
+        "avx512bw",
+        "avx512vl",
+        "avx512dq",
+        "avx512_vnni",
+        "avx512_bf16",
+        "avx512vbmi",
+        "amx_tile",
+        "amx_int8",
+        "amx_bf16",
+    ];
+    let model = system.cpu_model().unwrap_or_else(|| "unknown model".into());
+    let flags = system.cpu_flags();
+    let known: Vec<_> = FLAGS.into_iter().filter(|f| flags.contains(*f)).collect();
+    let text = format!(
+        "{model}, {}; {}",
+        std::env::consts::ARCH,
+        if known.is_empty() { "none of the features that kernels use".into() } else { known.join(" ") }
+    );
+    if known.contains(&"avx2") {
+        Check::ok("cpu", text)
+    } else {
+        Check::warn(
+            "cpu",
+            text,
+            "no AVX2: only the portable kernels run, slowly. In a virtual machine pass the host's CPU through (QEMU: -cpu host)",
+        )
+    }
+}
+
+fn tiers() -> Check {
+    let have: Vec<_> = Tier::all_available(Tier::Amx).into_iter().map(Tier::name).collect();
+    let lack: Vec<_> = Tier::ALL
+        .into_iter()
+        .filter(|t| !t.available())
+        .map(|t| format!("{t} (lacks {})", t.missing().join(" ")))
+        .collect();
+    let mut text = format!("available: {}", have.join(" "));
+    if !lack.is_empty() {
+        text += &format!("; not: {}", lack.join(", "));
+    }
+    Check::ok("tiers", text)
+}
+
+/// What each compiled-in backend would use for a plain layer of some formats.
+fn backends(candidates: Vec<kt::Candidate>) -> Vec<Check> {
+    let formats = [
+        Format::Bf16,
+        Format::Fp8Block,
+        Format::Int8(Group::Row),
+        Format::Int4(Group::Of(32)),
+        Format::Q8_0,
+        Format::Q4K,
+        Format::Q6K,
+    ];
+    let describe = |candidate: kt::Candidate| {
+        let backend = match candidate.backend {
+            Ok(backend) => backend,
+            Err(why) => {
+                return Check::warn(
+                    "backend",
+                    format!("{}: cannot run here: {why}", candidate.name),
+                    "nothing, if another backend below is OK; the runtime leaves this one out",
+                );
+            }
+        };
+        // Formats by the tier that would run them; tiers in the order of their first format.
+        let mut by_tier: Vec<(String, Vec<String>)> = Vec::new();
+        for format in formats {
+            let tier = match backend.probe(&example_layer(format)) {
+                Ok(fit) => fit.tier,
+                Err(why) => format!("declined ({why})"),
+            };
+            match by_tier.iter_mut().find(|(t, _)| *t == tier) {
+                Some((_, list)) => list.push(format.to_string()),
+                None => by_tier.push((tier, vec![format.to_string()])),
+            }
+        }
+        let parts: Vec<_> = by_tier.iter().map(|(tier, list)| format!("{tier}: {}", list.join(" "))).collect();
+        Check::ok("backend", format!("{}; {}", candidate.name, parts.join("; ")))
+    };
+    candidates.into_iter().map(describe).collect()
+}
+
+/// A layer like Qwen3-30B-A3B's, whose sizes every format can have.
+fn example_layer(format: Format) -> LayerSpec {
+    LayerSpec {
+        index: 0,
+        experts: 128,
+        top_k: 8,
+        hidden: 2048,
+        intermediate: 768,
+        formats: [format; 3],
+        activation: kt::activation::Activation::SiluMul,
+        biases: false,
+    }
+}
+
+fn cores(system: &System, threads: usize) -> Check {
+    let (online, allowed) = (system.online_cpus(), system.allowed_cpus());
+    let cores = system.cores(&allowed);
+    let quota = system.cpu_quota();
+    let mut text = format!("{} online, {} allowed ({})", online.len(), allowed.len(), cpu_ranges(&allowed));
+    if cores > 0 && cores < allowed.len() {
+        text += &format!(" on {cores} cores (SMT)");
+    } else {
+        text += ", no SMT siblings";
+    }
+    match &quota {
+        Some(q) => text += &format!(", quota of {:.2} CPUs ({})", q.cpus, q.file.display()),
+        None => text += ", no quota",
+    }
+    text += &format!("; kt uses {}", threads_text(threads));
+    if let Some(q) = quota.filter(|q| q.cpus < allowed.len() as f64) {
+        return Check::warn(
+            "cores",
+            text,
+            format!(
+                "the quota stops all threads for part of each period; raise it, or give whole CPUs instead (cpuset: {})",
+                if q.cpus < 1.0 { "at least 1".into() } else { format!("{:.0}", q.cpus.floor()) }
+            ),
+        );
+    }
+    if !allowed.is_empty() && allowed.len() < online.len() {
+        return Check::warn(
+            "cores",
+            text,
+            "the process is kept to some of the CPUs (taskset, cpuset or container); widen that if it is not on purpose",
+        );
+    }
+    if cores > 0 && cores < allowed.len() {
+        text += &format!(" (two threads share a core's multiply units: try --threads {cores})");
+    }
+    Check::ok("cores", text)
+}
+
+fn numa(system: &System) -> Check {
+    let nodes = system.nodes();
+    let describe = |n: &crate::system::Node| {
+        let cpus = if n.cpus.is_empty() { "no CPUs".into() } else { format!("CPUs {}", cpu_ranges(&n.cpus)) };
+        match n.total_bytes {
+            0 => format!("node {}: {cpus}, no memory", n.index),
+            total => {
+                format!("node {}: {cpus}, {} ({} free)", n.index, human_bytes(total), human_bytes(n.free_bytes))
+            }
+        }
+    };
+    let text = nodes.iter().map(describe).collect::<Vec<_>>().join("; ");
+    match nodes.iter().filter(|n| n.total_bytes > 0).count() {
+        0 if nodes.is_empty() => Check::ok("numa", "the system names no nodes: one pool of memory"),
+        0 | 1 => Check::ok("numa", text),
+        _ => Check::warn(
+            "numa",
+            text,
+            "this build does not place weights by node; start it under `numactl --interleave=all` to use the bandwidth of \
+             all of them, or keep it on one: `numactl --cpunodebind=0 --membind=0`",
+        ),
+    }
+}
+
+fn memory(system: &System) -> Check {
+    let available = system.available();
+    let Some(memory) = system.memory() else {
+        return Check::warn(
+            "memory",
+            "/proc/meminfo cannot be read",
+            "mount /proc; until then plans cannot tell what fits",
+        );
+    };
+    let text = format!(
+        "{} in all, {} available; a load may take {} ({})",
+        human_bytes(memory.total_bytes),
+        human_bytes(memory.available_bytes),
+        human_bytes(available.bytes),
+        available.from
+    );
+    if available.bytes < memory.available_bytes {
+        return Check::warn(
+            "memory",
+            text,
+            "a control group allows less than the machine has; raise its limit (docker: --memory, systemd: MemoryMax=)",
+        );
+    }
+    if available.bytes < 2 << 30 {
+        return Check::warn("memory", text, "less than 2 GiB are left: close other programs");
+    }
+    Check::ok("memory", text)
+}
+
+fn swap(system: &System) -> Check {
+    match system.memory() {
+        Some(m) if m.swapped_bytes > 0 => Check::warn(
+            "swap",
+            format!("{} of {} in use", human_bytes(m.swapped_bytes), human_bytes(m.swap_bytes)),
+            "weights that are swapped out make tokens wait for the disk: close other programs, then `swapoff -a`",
+        ),
+        Some(m) if m.swap_bytes > 0 => Check::ok("swap", format!("{}, none in use", human_bytes(m.swap_bytes))),
+        _ => Check::ok("swap", "none"),
+    }
+}
+
+fn huge_pages(system: &System) -> Check {
+    match system.huge_pages().as_deref() {
+        Some(setting @ ("always" | "madvise")) => {
+            Check::ok("huge pages", format!("transparent huge pages: {setting}; packed weights ask for them"))
+        }
+        Some(setting) => Check::warn(
+            "huge pages",
+            format!("transparent huge pages: {setting}; every 4 KiB of weights costs an address translation"),
+            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+        ),
+        None => Check::ok("huge pages", "the system has no setting for transparent huge pages"),
+    }
+}
+
+fn overcommit(system: &System) -> Check {
+    match system.overcommit() {
+        Some(2) => Check::warn(
+            "overcommit",
+            "vm.overcommit_memory is 2: memory that is only reserved counts, so loads may fail before memory is used up",
+            "sudo sysctl vm.overcommit_memory=0",
+        ),
+        Some(mode) => Check::ok("overcommit", format!("vm.overcommit_memory is {mode}")),
+        None => Check::ok("overcommit", "the system has no such setting"),
+    }
+}
+
+fn gpu(system: &System) -> Check {
+    match system.gpu() {
+        None => Check::ok("gpu", "no NVIDIA driver; none is needed: this build has CPU backends only"),
+        Some(gpu) => {
+            let driver = gpu.driver.as_deref().unwrap_or("driver version not visible");
+            let text = format!(
+                "{driver}; devices: {}",
+                if gpu.devices.is_empty() { "none".into() } else { gpu.devices.join(" ") }
+            );
+            if gpu.devices.is_empty() {
+                return Check::warn(
+                    "gpu",
+                    text,
+                    "pass the devices in (docker: --gpus all), once a build has a GPU backend",
+                );
+            }
+            Check::ok("gpu", text + "; not used: this build has CPU backends only")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::system::tests::Tree;
+
+    fn text(c: &Check) -> String {
+        format!("{} {}", c.text, c.mend.as_deref().unwrap_or("(no mend)"))
+    }
+
+    #[test]
+    fn a_container_with_limits_is_told_so() {
+        let tree = Tree::new(
+            "doctor-container",
+            &[
+                ("proc/self/cgroup", "0::/\n"),
+                ("proc/self/status", "Cpus_allowed_list:\t0-3\n"),
+                (
+                    "proc/meminfo",
+                    "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\nSwapTotal: 1024 kB\nSwapFree: 0 kB\n",
+                ),
+                ("sys/fs/cgroup/cgroup.controllers", "cpu memory\n"),
+                ("sys/fs/cgroup/cpu.max", "150000 100000\n"),
+                ("sys/fs/cgroup/memory.max", "4294967296\n"),
+                ("sys/fs/cgroup/memory.current", "1073741824\n"),
+                ("sys/devices/system/cpu/online", "0-3\n"),
+                ("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n"),
+                ("proc/sys/vm/overcommit_memory", "2\n"),
+            ],
+        );
+        let s = tree.system();
+        let cores = cores(&s, 1);
+        assert!(cores.mend.is_some() && cores.text.contains("quota of 1.50 CPUs"), "{}", text(&cores));
+        let memory = memory(&s);
+        assert!(memory.mend.is_some() && memory.text.contains("may take 3.00 GiB"), "{}", text(&memory));
+        assert!(memory.text.contains("memory.max"), "{}", text(&memory));
+        assert!(swap(&s).mend.is_some() && overcommit(&s).mend.is_some());
+        assert!(text(&huge_pages(&s)).contains("never") && huge_pages(&s).mend.is_some());
+        assert_eq!(numa(&s).mend, None);
+        assert_eq!(gpu(&s).mend, None);
+    }
+
+    #[test]
+    fn a_plain_machine_has_nothing_to_mend() {
+        let tree = Tree::new(
+            "doctor-plain",
+            &[
+                ("proc/cpuinfo", "model name : Some CPU\nflags : avx2 fma f16c\n"),
+                ("proc/self/status", "Cpus_allowed_list:\t0-1\n"),
+                ("proc/meminfo", "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\n"),
+                ("sys/devices/system/cpu/online", "0-1\n"),
+                ("sys/devices/system/node/node0/cpulist", "0-1\n"),
+                ("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal: 33554432 kB\nNode 0 MemFree: 8 kB\n"),
+                ("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n"),
+            ],
+        );
+        let s = tree.system();
+        for c in [cpu(&s), cores(&s, 2), numa(&s), memory(&s), swap(&s), huge_pages(&s), overcommit(&s), gpu(&s)] {
+            assert_eq!(c.mend, None, "{}: {}", c.name, c.text);
+        }
+        assert!(cpu(&s).text.contains("Some CPU") && cpu(&s).text.contains("avx2 fma f16c"));
+    }
+
+    #[test]
+    fn nodes_affinity_and_old_cpus_are_warned_about() {
+        let tree = Tree::new(
+            "doctor-numa",
+            &[
+                ("proc/cpuinfo", "model name : Old CPU\nflags : sse2\n"),
+                ("proc/self/status", "Cpus_allowed_list:\t0\n"),
+                ("sys/devices/system/cpu/online", "0-1\n"),
+                ("sys/devices/system/node/node0/cpulist", "0\n"),
+                ("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal: 2097152 kB\nNode 0 MemFree: 1048576 kB\n"),
+                ("sys/devices/system/node/node1/cpulist", "1\n"),
+                ("sys/devices/system/node/node1/meminfo", "Node 1 MemTotal: 2097152 kB\nNode 1 MemFree: 1048576 kB\n"),
+                ("proc/driver/nvidia/version", "NVRM version: 570.1\nGCC\n"),
+            ],
+        );
+        let s = tree.system();
+        assert!(cpu(&s).mend.is_some());
+        assert!(cores(&s, 1).mend.is_some(), "{}", text(&cores(&s, 1)));
+        let numa = numa(&s);
+        assert!(
+            numa.mend.is_some() && numa.text.contains("node 1: CPUs 1, 2.00 GiB (1.00 GiB free)"),
+            "{}",
+            text(&numa)
+        );
+        assert!(gpu(&s).mend.is_some() && gpu(&s).text.contains("NVRM version: 570.1"));
+        assert!(memory(&s).mend.is_some(), "no /proc/meminfo");
+    }
+
+    #[test]
+    fn every_compiled_backend_has_a_line() {
+        let names: Vec<_> = kt::registry(Tier::Amx).into_iter().map(|c| c.name).collect();
+        let lines = backends(kt::registry(Tier::Amx));
+        assert_eq!(lines.len(), names.len());
+        for (line, name) in lines.iter().zip(&names) {
+            assert!(line.text.starts_with(name), "{name}: {}", line.text);
+        }
+        let portable = lines.last().unwrap();
+        assert!(portable.mend.is_none() && portable.text.contains("Q6_K"), "{}", portable.text);
+        let json = to_json(&lines, None);
+        assert_eq!(json["checks"].as_array().unwrap().len(), lines.len());
+        assert!(tiers().text.contains("portable"));
+    }
+}

@@ -1,0 +1,360 @@
+//! A whole model: dense layers on candle and the runtime's products, routed experts on the runtime.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use candle_core::{Device, Tensor};
+use kt::{Batch, LayerExperts, Linear, LoadOptions, Matrix, Plan, Progress, Routing, Runtime, WeightSource};
+
+use super::attention::{Attention, SCORES};
+use super::config::{Attention as Kind, ModelConfig};
+use super::names;
+use super::rope::Rotary;
+use super::weights::{Dense, LayerWeights};
+
+/// Tokens that go through the model at once; longer inputs take several passes. Enough that experts are read seldom, few
+/// enough that activations stay small beside weights.
+const PASS_TOKENS: usize = 512;
+
+/// A model, loaded.
+pub struct Model {
+    config: ModelConfig,
+    path: PathBuf,
+    embedding: Matrix,
+    layers: Vec<Layer>,
+    norm: Tensor,
+    head: Linear,
+    rotary: Rotary,
+}
+
+struct Layer {
+    attention_norm: Tensor,
+    attention: Attention,
+    ffn_norm: Tensor,
+    ffn: FeedForward,
+}
+
+enum FeedForward {
+    Dense(Mlp),
+    Experts { router: Router, experts: Arc<LayerExperts>, shared: Option<Mlp> },
+}
+
+struct Mlp {
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+struct Router {
+    /// `[hidden, experts]`, F32: which experts are chosen must not hang on a kernel's rounding.
+    weight: Tensor,
+    bias: Option<Vec<f32>>,
+    routing: Routing,
+}
+
+/// Which rows of logits [`Model::forward`] gives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rows {
+    /// One per token.
+    All,
+    /// That of the last token.
+    Last,
+}
+
+/// Keys and values of the tokens so far.
+pub struct Cache {
+    layers: Vec<LayerCache>,
+    tokens: usize,
+    capacity: usize,
+}
+
+/// One layer's part of a [`Cache`].
+pub(super) struct LayerCache {
+    /// `[heads, capacity, key]`.
+    keys: Tensor,
+    /// `[heads, capacity, value]`; latent attention reads its values from the keys.
+    values: Option<Tensor>,
+}
+
+impl Cache {
+    /// An empty cache with room for `capacity` tokens.
+    ///
+    /// # Errors
+    /// The memory cannot be had.
+    pub fn new(config: &ModelConfig, capacity: usize) -> Result<Self> {
+        let zeros = |heads, width| Tensor::zeros((heads, capacity.max(1), width), candle_core::DType::F32, &Device::Cpu);
+        let layer = || -> Result<LayerCache> {
+            Ok(match config.attention {
+                Kind::Grouped { kv_heads, head_dim } => {
+                    LayerCache { keys: zeros(kv_heads, head_dim)?, values: Some(zeros(kv_heads, head_dim)?) }
+                }
+                Kind::Latent { .. } => LayerCache { keys: zeros(1, config.key_dim())?, values: None },
+            })
+        };
+        Ok(Cache { layers: (0..config.layers).map(|_| layer()).collect::<Result<_>>()?, tokens: 0, capacity })
+    }
+
+    /// Forgets all tokens.
+    pub fn reset(&mut self) {
+        self.tokens = 0;
+    }
+
+    /// Tokens in the cache.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Tokens that it has room for.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+}
+
+impl LayerCache {
+    /// Writes keys and values `[heads, tokens, _]` behind the first `past` tokens; gives all of them so far.
+    pub(super) fn extend(&mut self, keys: &Tensor, values: Option<&Tensor>, past: usize) -> candle_core::Result<(Tensor, Tensor)> {
+        let seen = past + keys.dim(1)?;
+        self.keys.slice_set(&keys.contiguous()?, 1, past)?;
+        let all = self.keys.narrow(1, 0, seen)?;
+        match (&self.values, values) {
+            (Some(cache), Some(values)) => {
+                cache.slice_set(&values.contiguous()?, 1, past)?;
+                Ok((all, cache.narrow(1, 0, seen)?))
+            }
+            _ => Ok((all.clone(), all)),
+        }
+    }
+}
+
+impl Model {
+    /// What loading the model and running it over up to `positions` tokens takes, experts and host together. Reads headers only.
+    ///
+    /// # Errors
+    /// A tensor that is missing or has a wrong shape, or that no backend can run.
+    pub fn plan(runtime: &Runtime, source: &dyn WeightSource, config: &ModelConfig, positions: usize) -> Result<Plan> {
+        let extra = host_bytes(&Dense::new(config, source, runtime), positions)?;
+        Ok(runtime.plan_with(source, &extra)?)
+    }
+
+    /// Loads the model, for running it over up to `positions` tokens.
+    ///
+    /// # Errors
+    /// [`kt::Error::Memory`] before anything is loaded, when it would not fit; otherwise as [`Model::plan`].
+    pub fn load(
+        runtime: &Runtime,
+        source: &dyn WeightSource,
+        config: &ModelConfig,
+        positions: usize,
+        progress: Arc<Progress>,
+    ) -> Result<Self> {
+        let dense = Dense::new(config, source, runtime);
+        for spec in source.layers() {
+            if spec.hidden != config.hidden || spec.index >= config.layers {
+                bail!(
+                    "{}: expert layer {} has hidden size {}, but the configuration has {} layers of hidden size {}",
+                    source.path().display(),
+                    spec.index,
+                    spec.hidden,
+                    config.layers,
+                    config.hidden
+                );
+            }
+        }
+        let extra = host_bytes(&dense, positions)?;
+        let experts = runtime.load_with(source, LoadOptions { extra, progress })?;
+        let layers = (0..config.layers)
+            .map(|index| {
+                let mut weights = dense.layer(index)?;
+                let ffn = match dense.experts(index) {
+                    None => FeedForward::Dense(Mlp::new(&mut weights, names::DENSE)?),
+                    Some(count) => FeedForward::Experts {
+                        router: Router::new(&mut weights, source, index, count)?,
+                        experts: experts.layer(index)?.clone(),
+                        shared: match config.shared_intermediate {
+                            0 => None,
+                            _ => Some(Mlp::new(&mut weights, names::SHARED)?),
+                        },
+                    },
+                };
+                Ok(Layer {
+                    attention_norm: weights.vector(names::ATTENTION_NORM)?,
+                    attention: Attention::new(config, &mut weights)?,
+                    ffn_norm: weights.vector(names::FFN_NORM)?,
+                    ffn,
+                })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let embedding = dense.embedding()?;
+        let head = dense.head(embedding.rows())?;
+        Ok(Model {
+            layers,
+            norm: dense.last_norm()?,
+            head,
+            rotary: Rotary::new(&config.rope),
+            embedding,
+            path: source.path().to_owned(),
+            config: config.clone(),
+        })
+    }
+
+    /// The model's shape.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Entries of the vocabulary: columns of the logits.
+    pub fn vocabulary(&self) -> usize {
+        self.embedding.rows()
+    }
+
+    /// Runs `ids` behind the tokens that `cache` holds, adds them to it, and gives logits `[rows, vocabulary]`, F32.
+    ///
+    /// # Errors
+    /// An id outside the vocabulary, more tokens than the cache has room for, or a failure of a backend. The cache then still holds
+    /// what it held before.
+    pub fn forward(&self, ids: &[u32], cache: &mut Cache, rows: Rows) -> Result<Vec<f32>> {
+        let (past, vocabulary) = (cache.tokens, self.vocabulary());
+        if ids.len() > cache.capacity - past {
+            bail!("{} tokens after {past} do not fit into a cache for {}", ids.len(), cache.capacity);
+        }
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= vocabulary) {
+            bail!("token id {id} is outside the vocabulary of {}: 0..{vocabulary}", self.path.display());
+        }
+        let mut logits = Vec::new();
+        let mut done = 0;
+        for ids in ids.chunks(PASS_TOKENS) {
+            let hidden = self.pass(ids, cache, past + done)?;
+            done += ids.len();
+            let wanted = match rows {
+                Rows::All => hidden,
+                Rows::Last => hidden.narrow(0, ids.len() - 1, 1)?,
+            };
+            let x = numbers(&norm(&wanted.contiguous()?, &self.norm, self.config.norm_epsilon)?)?;
+            if rows == Rows::Last {
+                logits.clear();
+            }
+            let start = logits.len();
+            logits.resize(start + x.len() / self.config.hidden * vocabulary, 0.0);
+            self.head.forward(&x, &mut logits[start..])?;
+        }
+        cache.tokens = past + done;
+        Ok(logits)
+    }
+
+    /// The hidden states `[ids, hidden]` after the last layer.
+    fn pass(&self, ids: &[u32], cache: &mut Cache, past: usize) -> Result<Tensor> {
+        let hidden = self.config.hidden;
+        let mut rows = vec![0f32; ids.len() * hidden];
+        for (&id, row) in ids.iter().zip(rows.chunks_exact_mut(hidden)) {
+            self.embedding.decode_row(id as usize, row);
+        }
+        let mut x = Tensor::from_vec(rows, (ids.len(), hidden), &Device::Cpu)?;
+        let angles = self.rotary.angles(past, ids.len())?;
+        let epsilon = self.config.norm_epsilon;
+        for (layer, cache) in self.layers.iter().zip(&mut cache.layers) {
+            let normed = norm(&x, &layer.attention_norm, epsilon)?;
+            x = (x + layer.attention.forward(&normed, &angles, cache, past)?)?;
+            let normed = norm(&x, &layer.ffn_norm, epsilon)?;
+            x = (x + layer.ffn.forward(&normed)?)?;
+        }
+        Ok(x)
+    }
+}
+
+impl FeedForward {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            FeedForward::Dense(mlp) => mlp.forward(x),
+            FeedForward::Experts { router, experts, shared } => {
+                let (ids, weights) = router.route(x)?;
+                let (tokens, hidden) = x.dims2()?;
+                let mut batch = Batch::new(tokens, numbers(x)?, ids, weights)?;
+                experts.forward(&mut batch)?;
+                let routed = Tensor::from_vec(batch.into_output(), (tokens, hidden), &Device::Cpu)?;
+                match shared {
+                    None => Ok(routed),
+                    Some(mlp) => Ok((routed + mlp.forward(x)?)?),
+                }
+            }
+        }
+    }
+}
+
+impl Mlp {
+    fn new(weights: &mut LayerWeights, [gate, up, down]: [names::Part; 3]) -> Result<Self> {
+        Ok(Mlp { gate: weights.linear(gate)?, up: weights.linear(up)?, down: weights.linear(down)? })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let gate = candle_nn::ops::silu(&multiply(&self.gate, x)?)?;
+        multiply(&self.down, &(gate * multiply(&self.up, x)?)?)
+    }
+}
+
+impl Router {
+    fn new(weights: &mut LayerWeights, source: &dyn WeightSource, layer: usize, experts: usize) -> Result<Self> {
+        let routing = source.routing(layer).with_context(|| {
+            format!("{}: the source does not know how layer {layer} chooses experts", source.path().display())
+        })?;
+        routing.check(experts)?;
+        let bias = match weights.has(names::ROUTER_BIAS) {
+            true => Some(numbers(&weights.vector(names::ROUTER_BIAS)?)?),
+            false => None,
+        };
+        Ok(Router { weight: weights.numbers(names::ROUTER)?.t()?.force_contiguous()?, bias, routing })
+    }
+
+    /// Experts and weights of each token, `[tokens, top_k]`.
+    fn route(&self, x: &Tensor) -> Result<(Vec<i32>, Vec<f32>)> {
+        let logits = x.matmul(&self.weight)?;
+        let (tokens, experts) = logits.dims2()?;
+        let top_k = self.routing.top_k;
+        let (mut ids, mut weights) = (vec![0i32; tokens * top_k], vec![0f32; tokens * top_k]);
+        let slots = ids.chunks_exact_mut(top_k).zip(weights.chunks_exact_mut(top_k));
+        for (logits, (ids, weights)) in numbers(&logits)?.chunks_exact(experts).zip(slots) {
+            self.routing.route(logits, self.bias.as_deref(), ids, weights);
+        }
+        Ok((ids, weights))
+    }
+}
+
+/// Memory of the host besides experts, by what it is for.
+fn host_bytes(dense: &Dense<'_>, positions: usize) -> Result<Vec<(String, u64)>> {
+    let config = dense.config;
+    let weights = dense.bytes()?;
+    let tokens = positions.min(PASS_TOKENS) as u64;
+    // Upper bound of what is alive at once in a pass: the residual stream, a norm and a sum of it, and twice the widest of what
+    // attention or a feed-forward part makes of it; scores, masked and as probabilities.
+    let widest = match config.attention {
+        Kind::Grouped { kv_heads, head_dim } => (config.heads * 3 + kv_heads * 3) * head_dim,
+        Kind::Latent { kv_lora, nope, rope, value, .. } => config.heads * (3 * (kv_lora + rope) + 2 * (nope + rope + value)),
+    };
+    let widest = widest.max(3 * config.dense_intermediate).max(3 * config.shared_intermediate);
+    let scores = (SCORES as u64).min((config.heads * positions) as u64 * tokens).max((config.heads * positions) as u64);
+    let activations = tokens * (4 * config.hidden + widest) as u64 * 4 + 3 * scores * 4;
+    Ok(vec![
+        ("host: dense weights, packed in memory".into(), weights.packed),
+        ("host: embedding and dense weights in place (page cache)".into(), weights.mapped),
+        (format!("host: keys and values of {positions} positions"), config.cache_bytes(positions)),
+        ("host: activations".into(), activations),
+    ])
+}
+
+/// The numbers of a tensor, row-major.
+fn numbers(x: &Tensor) -> candle_core::Result<Vec<f32>> {
+    x.flatten_all()?.to_vec1()
+}
+
+/// `x: [tokens, cols]` through a product of the runtime: `[tokens, rows]`.
+pub(super) fn multiply(linear: &Linear, x: &Tensor) -> Result<Tensor> {
+    let tokens = x.dim(0)?;
+    let mut y = vec![0f32; tokens * linear.rows()];
+    linear.forward(&numbers(x)?, &mut y)?;
+    Ok(Tensor::from_vec(y, (tokens, linear.rows()), &Device::Cpu)?)
+}
+
+/// RMS norm over the last dimension.
+pub(super) fn norm(x: &Tensor, weight: &Tensor, epsilon: f32) -> candle_core::Result<Tensor> {
+    candle_nn::ops::rms_norm(x, weight, epsilon)
+}

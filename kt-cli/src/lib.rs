@@ -1,0 +1,12 @@
+//! What the command `kt` is made of: its subcommands, and the [`host`] that runs whole models.
+
+pub mod bench;
+pub mod doctor;
+pub mod eval;
+pub mod host;
+pub mod limits;
+pub mod model;
+pub mod options;
+pub mod plan;
+pub mod run;
+pub mod system;

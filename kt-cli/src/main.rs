@@ -1,0 +1,37 @@
+//! `kt`: run, measure and inspect Mixture-of-Experts models.
+
+use clap::{Parser, Subcommand};
+
+/// Run, measure and inspect Mixture-of-Experts models on CPU kernels.
+#[derive(Debug, Parser)]
+#[command(name = "kt", version, propagate_version = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Run(kt_cli::run::RunArgs),
+    Eval(kt_cli::eval::EvalArgs),
+    Doctor(kt_cli::doctor::DoctorArgs),
+    Plan(kt_cli::plan::PlanArgs),
+    Bench(kt_cli::bench::BenchArgs),
+}
+
+fn main() -> std::process::ExitCode {
+    let result = match Cli::parse().command {
+        Command::Run(args) => kt_cli::run::run(args),
+        Command::Eval(args) => kt_cli::eval::run(args),
+        Command::Doctor(args) => kt_cli::doctor::run(args),
+        Command::Plan(args) => kt_cli::plan::run(args),
+        Command::Bench(args) => kt_cli::bench::run(args),
+    };
+    match result {
+        Ok(()) => std::process::ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("kt: {e:#}");
+            std::process::ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! `kt plan`: what loading a model would take, from headers alone.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::Context;
+use kt::Format;
+use kt::quantize::Requantized;
+
+use crate::options::{RuntimeArgs, threads_text};
+
+/// Show what loading a model's experts would take: bytes, backend per layer, and whether it fits. Reads headers only.
+#[derive(Debug, clap::Args)]
+pub struct PlanArgs {
+    /// The model: a directory with safetensors files, or a GGUF file.
+    #[arg(long, value_name = "PATH")]
+    model: Option<PathBuf>,
+    /// Print JSON, all sizes in bytes.
+    #[arg(long)]
+    json: bool,
+    /// Say for each layer why its backend was chosen, and why the others were not.
+    #[arg(long)]
+    explain: bool,
+    /// Plan for the experts re-encoded at load, e.g. int4, int8, q8_0 [default: as the model has them].
+    #[arg(long, value_name = "FORMAT")]
+    experts_as: Option<Format>,
+    #[command(flatten)]
+    runtime: RuntimeArgs,
+}
+
+/// Runs the command.
+pub fn run(args: PlanArgs) -> anyhow::Result<()> {
+    print!("{}", answer(&args)?);
+    Ok(())
+}
+
+fn answer(args: &PlanArgs) -> anyhow::Result<String> {
+    let path = args
+        .model
+        .as_deref()
+        .context("no model given; name one: kt plan --model DIRECTORY (with safetensors files) or --model FILE.gguf")?;
+    let mut source = kt::open(path)?;
+    if let Some(format) = args.experts_as {
+        source = Arc::new(Requantized::new(source, format)?);
+    }
+    let runtime = args.runtime.build()?;
+    let plan = runtime.plan(&*source)?;
+    if args.json {
+        let mut json = plan.to_json();
+        json["model"] = path.display().to_string().into();
+        json["threads"] = runtime.threads().into();
+        if args.explain {
+            json["explain"] = plan.explain().into();
+        }
+        return Ok(format!("{json:#}\n"));
+    }
+    let mut text = format!("{}, {}\n{plan}\n", path.display(), threads_text(runtime.threads()));
+    if args.explain {
+        text += &format!("\n{}", plan.explain());
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        plan: PlanArgs,
+    }
+
+    const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/model");
+
+    fn plan(options: &[&str]) -> anyhow::Result<String> {
+        let args = ["kt"].iter().chain(options).copied();
+        answer(&Cli::try_parse_from(args).expect("options that exist").plan)
+    }
+
+    #[test]
+    fn the_model_that_comes_along_is_planned() {
+        let table = plan(&["--model", MODEL, "--explain", "--threads", "1"]).unwrap();
+        assert!(table.contains("1 thread\n") && table.contains("BF16") && table.contains("FITS"), "{table}");
+        assert!(table.contains("not portable: ") || table.contains("on portable"), "{table}");
+        let json = plan(&["--model", MODEL, "--json"]).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+        let layers = json["layers"].as_array().unwrap();
+        assert!(!layers.is_empty() && layers.iter().all(|l| l["format"] == "BF16"), "{json}");
+    }
+
+    #[test]
+    fn experts_can_be_planned_in_another_format() {
+        let bytes = |options: &[&str]| {
+            let json = plan(&[&["--model", MODEL, "--json", "--backend", "portable"], options].concat()).unwrap();
+            let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+            json["token_bytes"].as_u64().unwrap()
+        };
+        let (bf16, int8) = (bytes(&[]), bytes(&["--experts-as", "int8"]));
+        assert!(int8 > bf16 * 2 / 5 && int8 < bf16 * 3 / 5, "{int8} of {bf16}");
+    }
+
+    #[test]
+    fn errors_say_what_to_do() {
+        assert!(plan(&[]).unwrap_err().to_string().contains("--model DIRECTORY"));
+        let error = plan(&["--model", "/no/such/model"]).unwrap_err().to_string();
+        assert!(error.contains("/no/such/model"), "{error}");
+        let error = plan(&["--model", MODEL, "--backend", "abacus"]).unwrap_err().to_string();
+        assert!(error.contains("abacus") && error.contains("portable"), "{error}");
+    }
+}

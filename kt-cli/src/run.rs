@@ -1,0 +1,116 @@
+//! `kt run`: continues a prompt.
+
+use std::io::Write;
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+
+use crate::host::text::TextStream;
+use crate::host::{Cache, Rows, Sampler};
+use crate::model::{ModelArgs, memory_line};
+
+/// What the built-in model continues when it is not told otherwise.
+const DEFAULT_PROMPT: &str = "The ownership system in Rust";
+
+/// Continue a prompt: text on stdout, numbers on stderr. Without a model, a tiny built-in one.
+#[derive(Debug, clap::Args)]
+pub struct RunArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// The text to continue, as it is (no chat template); `-` reads it from standard input.
+    #[arg(long, value_name = "TEXT")]
+    prompt: Option<String>,
+    /// Most tokens to generate.
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    max_tokens: usize,
+    /// How freely to choose: 0 takes the likeliest token always.
+    #[arg(long, value_name = "T", default_value_t = 0.0, allow_negative_numbers = true)]
+    temperature: f32,
+    /// Choose among the K likeliest tokens only; 0 means all.
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    top_k: usize,
+    /// Choose among the fewest tokens whose probabilities add up to P.
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    top_p: f32,
+    /// Seed of the choice: the same one gives the same text.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Stop before this text (may be given several times).
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Go on behind the model's end-of-text tokens.
+    #[arg(long)]
+    ignore_eos: bool,
+    /// Do not repeat the prompt in front of the text.
+    #[arg(long)]
+    no_echo: bool,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Anything wrong with the model, the options or the output.
+pub fn run(args: RunArgs) -> Result<()> {
+    let mut sampler = Sampler::new(args.temperature, args.top_k, args.top_p, args.seed)?;
+    let prompt = match (&args.prompt, &args.model.model) {
+        (Some(p), _) if p == "-" => crate::model::read_text("-".as_ref())?,
+        (Some(p), _) => p.clone(),
+        (None, None) => DEFAULT_PROMPT.to_owned(),
+        (None, Some(_)) => bail!("no prompt given; add --prompt TEXT"),
+    };
+    let opened = args.model.open()?;
+    let tokenizer = args.model.tokenizer(&opened)?;
+    let ids = tokenizer.encode_prompt(&prompt)?;
+    if ids.is_empty() {
+        bail!("the prompt is empty; this model needs at least one token to continue");
+    }
+    let positions = ids.len() + args.max_tokens;
+    let model = opened.load(positions)?;
+    let mut cache = Cache::new(model.config(), positions)?;
+    let mut out = std::io::stdout().lock();
+    if !args.no_echo {
+        out.write_all(prompt.as_bytes())?;
+        out.flush()?;
+    }
+
+    let start = Instant::now();
+    let mut logits = model.forward(&ids, &mut cache, Rows::Last)?;
+    let prefill = start.elapsed().as_secs_f64();
+    let mut stream = TextStream::new(&tokenizer, &args.stop);
+    let (mut generated, mut steps) = (0, 0);
+    let start = Instant::now();
+    let ended = loop {
+        if generated == args.max_tokens {
+            break "the number of tokens asked for";
+        }
+        let id = sampler.next(&logits);
+        generated += 1;
+        if !args.ignore_eos && model.config().stop_ids.contains(&id) {
+            break "the model's end of text";
+        }
+        let piece = stream.push(id)?;
+        out.write_all(piece.text.as_bytes())?;
+        out.flush()?;
+        if piece.stopped {
+            break "a stop text";
+        }
+        if generated < args.max_tokens {
+            logits = model.forward(&[id], &mut cache, Rows::Last)?;
+            steps += 1;
+        }
+    };
+    if ended != "a stop text" {
+        out.write_all(stream.finish()?.text.as_bytes())?;
+    }
+    writeln!(out)?;
+    out.flush()?;
+    let decode = start.elapsed().as_secs_f64();
+    let rate = |tokens: usize, seconds: f64| tokens as f64 / seconds.max(1e-9);
+    eprintln!("prefill  {} tokens in {prefill:.3} s, {:.1} tokens/s", ids.len(), rate(ids.len(), prefill));
+    if steps > 0 {
+        eprintln!("decode   {steps} tokens in {decode:.3} s, {:.1} tokens/s", rate(steps, decode));
+    }
+    eprintln!("ended    after {generated} tokens, by {ended}");
+    eprintln!("{}", memory_line());
+    Ok(())
+}

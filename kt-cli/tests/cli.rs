@@ -1,0 +1,82 @@
+//! The command itself.
+
+use std::process::{Command, Output};
+
+fn kt(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_kt")).args(args).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+fn ok(args: &[&str]) -> (String, String) {
+    let output = kt(args);
+    assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));
+    (text(&output.stdout), text(&output.stderr))
+}
+
+#[test]
+fn run_without_a_model_writes_text_and_reports_on_stderr() {
+    let (out, err) = ok(&["run", "--max-tokens", "24", "--backend", "portable"]);
+    assert!(out.starts_with("The ownership system in Rust.\n\nThe `wasm32"), "{out:?}");
+    for word in ["qwen3_moe", "portable", "prefill", "decode", "tokens/s", "resident", "available"] {
+        assert!(err.contains(word), "no {word:?} in {err}");
+    }
+    assert!(!out.contains("tokens/s"));
+    let (out, _) = ok(&["run", "--max-tokens", "24", "--no-echo", "--stop", "wasm"]);
+    assert_eq!(out, ".\n\nThe `\n");
+}
+
+#[test]
+fn a_seed_gives_the_same_text_again() {
+    let args = ["run", "--max-tokens", "32", "--temperature", "1.2", "--top-k", "50", "--ignore-eos", "--backend", "portable"];
+    let with = |seed| ok(&[&args[..], &["--seed", seed]].concat()).0;
+    assert_eq!(with("7"), with("7"));
+    assert_ne!(with("7"), with("8"));
+}
+
+#[test]
+fn experts_can_be_re_encoded_at_load() {
+    let (out, err) = ok(&["run", "--max-tokens", "12", "--experts-as", "q8_0"]);
+    assert!(out.len() > "The ownership system in Rust".len(), "{out:?}");
+    assert!(err.contains("Q8_0"), "{err}");
+}
+
+#[test]
+fn errors_are_said_and_the_exit_code_tells() {
+    for (args, word) in [
+        (&["run", "--model", "/nonexistent/model", "--prompt", "x"][..], "/nonexistent/model"),
+        (&["run", "--model", env!("CARGO_MANIFEST_DIR"), "--prompt", "x"][..], "safetensors"),
+        (&["run", "--model", concat!(env!("CARGO_MANIFEST_DIR"), "/model")][..], "--prompt"),
+        (&["run", "--backend", "abacus"][..], "abacus"),
+        (&["run", "--temperature", "-1"][..], "temperature"),
+        (&["run", "--experts-as", "q17"][..], "q17"),
+        (&["eval", "--ids", "1,2,99999"][..], "99999"),
+        (&["eval"][..], "--text"),
+    ] {
+        let output = kt(args);
+        assert!(!output.status.success(), "{args:?} succeeded");
+        assert!(output.stdout.is_empty() && text(&output.stderr).contains(word), "{args:?}: {}", text(&output.stderr));
+    }
+}
+
+#[test]
+fn eval_writes_scores_and_logits() {
+    let dir = std::env::temp_dir().join(format!("kt-eval-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).unwrap();
+    let (file, prose) = (dir.join("logits.safetensors"), dir.join("text.txt"));
+    std::fs::write(&prose, "The `panic!` macro can be used to create a new thread.").unwrap();
+    let (file_name, prose_name) = (file.to_str().unwrap(), prose.to_str().unwrap());
+    let args = ["eval", "--text", prose_name, "--window", "8", "--logits", file_name, "--json"];
+    let json: serde_json::Value = serde_json::from_str(&ok(&args).0).unwrap();
+    let tokens = json["tokens"].as_u64().unwrap() as usize;
+    assert_eq!(json["predicted"].as_u64().unwrap() as usize, tokens - tokens.div_ceil(8));
+    assert!(json["perplexity"].as_f64().unwrap() > 1.0 && json["bits_per_byte"].as_f64().unwrap() > 0.0);
+    let bytes = std::fs::read(&file).unwrap();
+    let logits = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(logits.tensor("logits").unwrap().shape(), [tokens, 1280]);
+    let (out, _) = ok(&["eval", "--ids", "462,1049,387,72,643", "--backend", "portable"]);
+    assert!(out.contains("perplexity"), "{out}");
+    std::fs::remove_dir_all(dir).unwrap();
+}

@@ -1,0 +1,158 @@
+//! What can hold and run experts: the traits that a backend crate implements.
+//!
+//! The runtime asks every registered backend to [`probe`](Backend::probe) each layer, picks one, and has it
+//! [`load`](Backend::load) the layer's experts into an [`ExpertBank`]. At each step the scheduler hands every bank its share of
+//! the batch as [`Work`]. A backend never sees files, placement or top-k arrays.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use crate::cpu::input::InputLayout;
+use crate::cpu::team::Team;
+use crate::error::{Error, Result, Unsupported};
+use crate::format::{Format, Matrix};
+use crate::layer::LayerSpec;
+use crate::pending::Pending;
+use crate::source::WeightSource;
+use crate::work::Work;
+
+/// How well a backend fits a layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Fit {
+    /// Higher is better; the runtime takes the highest and, among equals, the first registered.
+    pub rank: u32,
+    /// Instruction set or device that would run it, e.g. `avx512vnni`.
+    pub tier: String,
+    /// One line for `explain`: which kernels, packed or in place, any fallback inside.
+    pub how: String,
+    /// Bytes that the packed experts of the layer would take in this backend's own memory.
+    pub packed_bytes: u64,
+    /// Bytes of the checkpoint that would be used in place, from the map.
+    pub mapped_bytes: u64,
+    /// Bytes of scratch per token of a pass; shared by all layers of a runtime.
+    pub scratch_bytes_per_token: u64,
+    /// How gate/up inputs and down inputs are rounded: it decides the accuracy that can be expected.
+    pub inputs: [InputLayout; 2],
+}
+
+/// What a backend gets from the runtime when it loads.
+#[derive(Clone)]
+pub struct LoadContext {
+    /// The runtime's threads, for banks that compute on the CPU.
+    pub team: Arc<Team>,
+    /// Progress and cancellation of this load.
+    pub progress: Arc<Progress>,
+}
+
+/// Progress of a load, and the switch that cancels it.
+#[derive(Debug, Default)]
+pub struct Progress {
+    done: AtomicU64,
+    total: AtomicU64,
+    cancelled: AtomicBool,
+}
+
+impl Progress {
+    /// Checkpoint bytes of experts loaded so far.
+    pub fn done_bytes(&self) -> u64 {
+        self.done.load(Ordering::Relaxed)
+    }
+
+    /// Checkpoint bytes of experts to load in all; 0 before the load starts.
+    pub fn total_bytes(&self) -> u64 {
+        self.total.load(Ordering::Relaxed)
+    }
+
+    /// Asks the load to stop; it returns [`Error::Cancelled`] soon after, with nothing kept.
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Relaxed);
+    }
+
+    /// For backends: adds bytes, and says whether to go on.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`] after [`Progress::cancel`].
+    pub fn advance(&self, bytes: u64) -> Result<()> {
+        self.done.fetch_add(bytes, Ordering::Relaxed);
+        if self.cancelled.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { Ok(()) }
+    }
+
+    pub(crate) fn start(&self, total: u64) {
+        self.done.store(0, Ordering::Relaxed);
+        self.total.store(total, Ordering::Relaxed);
+    }
+}
+
+/// Something that can hold and run experts. Called from any thread.
+pub trait Backend: Send + Sync {
+    /// Short and unique: `avx512`, `portable`.
+    fn name(&self) -> &str;
+
+    /// Could this backend hold experts of this layer, and how well? Looks at shapes and formats only; cheap.
+    ///
+    /// # Errors
+    /// The reason it declines, for `explain`.
+    fn probe(&self, layer: &LayerSpec) -> Result<Fit, Unsupported>;
+
+    /// Loads the given experts of a layer, packing them as its kernels want; expert `experts[i]` becomes local expert `i`.
+    ///
+    /// # Errors
+    /// Bad tensors (with file and name), too little memory, cancellation.
+    fn load(
+        &self,
+        layer: &LayerSpec,
+        experts: &[u32],
+        from: &dyn WeightSource,
+        context: &LoadContext,
+    ) -> Result<Box<dyn ExpertBank>>;
+
+    /// Could this backend multiply with one matrix of this format outside of experts ([`LinearOp`])?
+    ///
+    /// # Errors
+    /// The reason it declines.
+    fn probe_linear(&self, format: Format, _rows: usize, _cols: usize) -> Result<Fit, Unsupported> {
+        Err(Unsupported::new(format!("no {format} matrices outside of experts")))
+    }
+
+    /// Packs one matrix for [`LinearOp::forward`].
+    ///
+    /// # Errors
+    /// As [`Backend::load`].
+    fn linear(&self, matrix: &Matrix, _context: &LoadContext) -> Result<Box<dyn LinearOp>> {
+        Err(Unsupported::new(format!("no {} matrices outside of experts", matrix.format())).into())
+    }
+}
+
+/// The experts of one layer that one backend holds. Called from any thread, one call or several at a time.
+pub trait ExpertBank: Send + Sync {
+    /// Starts work and returns at once. For every row, adds `weight * expert(input[token])` to `output[token]`.
+    ///
+    /// The result for a token does not depend on the number of threads. The scheduler has checked all indices.
+    fn submit(&self, work: Work) -> Pending<Work>;
+
+    /// Bytes of the backend's own memory that hold the packed experts.
+    fn packed_bytes(&self) -> u64;
+
+    /// Does the work on the calling thread and the backend's, returning when done.
+    ///
+    /// # Errors
+    /// As [`Pending::wait`].
+    fn run(&self, work: Work) -> Result<Work> {
+        self.submit(work).wait()
+    }
+}
+
+/// One matrix packed for a kernel: `y = W x`.
+pub trait LinearOp: Send + Sync {
+    /// Output features.
+    fn rows(&self) -> usize;
+
+    /// Input features.
+    fn cols(&self) -> usize;
+
+    /// Multiplies `x: [n, cols]` into `y: [n, rows]`, both row-major; `y` is overwritten. Lengths were checked.
+    fn forward(&self, x: &[f32], y: &mut [f32]);
+
+    /// Bytes of memory that hold the packed matrix.
+    fn packed_bytes(&self) -> u64;
+}

@@ -1,0 +1,114 @@
+//! What the caller owns: hidden states, the router's choice, and the output.
+
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+use crate::work::Hidden;
+
+/// An expert id that stands for none, e.g. in rows that pad a batch.
+pub const NO_EXPERT: i32 = -1;
+
+/// Tokens on their way through one layer of experts.
+///
+/// Reuse it from layer to layer: [`Batch::set`] replaces the input and the routing and keeps the buffers.
+#[derive(Debug, Clone)]
+pub struct Batch {
+    pub(crate) tokens: usize,
+    pub(crate) input: Arc<Hidden>,
+    pub(crate) topk_ids: Vec<i32>,
+    pub(crate) topk_weights: Vec<f32>,
+    pub(crate) output: Vec<f32>,
+}
+
+impl Batch {
+    /// A batch of `tokens` rows.
+    ///
+    /// - `input: [tokens, hidden]`, F32 or BF16
+    /// - `topk_ids: [tokens, top_k]`, -1 for none
+    /// - `topk_weights: [tokens, top_k]`
+    ///
+    /// # Errors
+    /// [`Error::Length`] when a slice is no multiple of `tokens`, or ids and weights differ in length. Ids are checked against the
+    /// layer when the batch is submitted.
+    pub fn new(
+        tokens: usize,
+        input: impl Into<Hidden>,
+        topk_ids: Vec<i32>,
+        topk_weights: Vec<f32>,
+    ) -> Result<Batch> {
+        let batch = Batch { tokens, input: Arc::new(input.into()), topk_ids, topk_weights, output: Vec::new() };
+        batch.check()?;
+        Ok(batch)
+    }
+
+    /// Replaces tokens, input and routing.
+    ///
+    /// # Errors
+    /// As [`Batch::new`]; the batch is then empty.
+    pub fn set(
+        &mut self,
+        tokens: usize,
+        input: impl Into<Hidden>,
+        topk_ids: Vec<i32>,
+        topk_weights: Vec<f32>,
+    ) -> Result<()> {
+        let output = std::mem::take(&mut self.output);
+        *self = Batch { tokens: 0, input: Arc::new(Hidden::F32(Vec::new())), topk_ids: vec![], topk_weights: vec![], output };
+        let new = Batch { output: std::mem::take(&mut self.output), ..Batch::new(tokens, input, topk_ids, topk_weights)? };
+        *self = new;
+        Ok(())
+    }
+
+    fn check(&self) -> Result<()> {
+        let multiple = |what, got: usize| {
+            let per_token = got / self.tokens.max(1);
+            let expected = per_token * self.tokens;
+            if got == expected { Ok(per_token) } else { Err(Error::Length { what, expected, got }) }
+        };
+        multiple("input [tokens, hidden]", self.input.len())?;
+        multiple("topk_ids [tokens, top_k]", self.topk_ids.len())?;
+        if self.topk_weights.len() != self.topk_ids.len() {
+            return Err(Error::Length {
+                what: "topk_weights [tokens, top_k]",
+                expected: self.topk_ids.len(),
+                got: self.topk_weights.len(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Rows.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Experts per token.
+    pub fn top_k(&self) -> usize {
+        self.topk_ids.len() / self.tokens.max(1)
+    }
+
+    /// The hidden states `[tokens, hidden]`.
+    pub fn input(&self) -> &Hidden {
+        &self.input
+    }
+
+    /// The experts of each token `[tokens, top_k]`.
+    pub fn topk_ids(&self) -> &[i32] {
+        &self.topk_ids
+    }
+
+    /// Their weights `[tokens, top_k]`.
+    pub fn topk_weights(&self) -> &[f32] {
+        &self.topk_weights
+    }
+
+    /// `[tokens, hidden]`: the weighted sum of the chosen experts' outputs, after the batch went through a layer; empty before.
+    pub fn output(&self) -> &[f32] {
+        &self.output
+    }
+
+    /// The output, without copying.
+    pub fn into_output(self) -> Vec<f32> {
+        self.output
+    }
+}

@@ -1,0 +1,245 @@
+//! Input rows as kernels read them.
+//!
+//! Rows are cut into blocks of [`BLOCK`] columns, each self-contained (its codes, then its scales), and stored block by block:
+//! block `b` of row `r` starts at `(b * rows + r) * layout.block_bytes()`. So the rows of one block are neighbours for a tile
+//! of rows, and the task that computes 128 intermediate columns of an expert owns one contiguous piece of the down input.
+//! The last block is padded with zeros, which add nothing to any product.
+
+use std::fmt;
+
+use crate::format::float::f32_to_bf16;
+
+/// Columns of an input block.
+pub const BLOCK: usize = 128;
+
+/// How input rows are rounded and laid out within a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum InputLayout {
+    /// 128 F32: exact.
+    F32,
+    /// 128 BF16, rounded to nearest even.
+    Bf16,
+    /// 128 signed codes in -127..=127; then one F32 scale per `group` columns; then, per group, the sum of its codes as I32.
+    ///
+    /// `x = scale * code`, the scale being the best of four. A group with a NaN or an infinity has a NaN scale and zero codes; an all-zero group has scale 0.
+    Int8 {
+        /// Columns per scale: 32 or 128.
+        group: usize,
+    },
+}
+
+impl InputLayout {
+    /// Bytes of a block: 512, 256, or 128 codes with 8 bytes a group.
+    #[inline(always)]
+    pub const fn block_bytes(self) -> usize {
+        match self {
+            InputLayout::F32 => BLOCK * 4,
+            InputLayout::Bf16 => BLOCK * 2,
+            InputLayout::Int8 { group } => BLOCK + BLOCK / group * 8,
+        }
+    }
+
+    /// Bytes of `rows` rows of `cols` columns.
+    pub const fn bytes(self, rows: usize, cols: usize) -> usize {
+        cols.div_ceil(BLOCK) * rows * self.block_bytes()
+    }
+}
+
+impl fmt::Display for InputLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            InputLayout::F32 => f.pad("f32 inputs"),
+            InputLayout::Bf16 => f.pad("bf16 inputs"),
+            InputLayout::Int8 { group } => f.pad(&format!("int8 inputs, groups of {group}")),
+        }
+    }
+}
+
+/// Packs up to [`BLOCK`] columns of one row into one block; the rest is zero. Vectorizes inside a `#[target_feature]` caller.
+///
+/// # Panics
+/// When `x` is longer than a block or `out` is not one block long.
+#[inline(always)]
+pub fn pack_block(layout: InputLayout, x: &[f32], out: &mut [u8]) {
+    assert!(x.len() <= BLOCK && out.len() == layout.block_bytes());
+    let mut full = [0f32; BLOCK];
+    full[..x.len()].copy_from_slice(x);
+    match layout {
+        InputLayout::F32 => out.copy_from_slice(bytemuck::cast_slice(&full)),
+        InputLayout::Bf16 => {
+            for (o, v) in out.chunks_exact_mut(2).zip(full) {
+                o.copy_from_slice(&f32_to_bf16(v).to_le_bytes());
+            }
+        }
+        InputLayout::Int8 { group } => {
+            let (codes, rest) = out.split_at_mut(BLOCK);
+            let (scales, sums) = rest.split_at_mut(BLOCK / group * 4);
+            for (g, x) in full.chunks_exact(group).enumerate() {
+                let codes = &mut codes[g * group..][..group];
+                let (scale, sum) = round_group(x, codes);
+                scales[g * 4..][..4].copy_from_slice(&scale.to_le_bytes());
+                sums[g * 4..][..4].copy_from_slice(&sum.to_le_bytes());
+            }
+        }
+    }
+}
+
+/// Lanes of the sums below: kept apart so that they vectorize, and in the same order on every tier.
+const LANES: usize = 16;
+
+/// What the largest magnitude of a group becomes, in the order of preference. Where rounding falls is chance, and the best of four
+/// draws loses 5 % less than the first: enough to keep groups of 32 within their accuracy bound, for a few cycles.
+const TOPS: [f32; 4] = [127.0, 126.0, 125.0, 124.0];
+
+/// Rounds a group to codes; returns scale and sum of codes.
+#[inline(always)]
+fn round_group(x: &[f32], codes: &mut [u8]) -> (f32, i32) {
+    let mut amax = [0f32; LANES];
+    let mut poison = [0f32; LANES];
+    for x in x.chunks_exact(LANES) {
+        for l in 0..LANES {
+            amax[l] = amax[l].max(x[l].abs());
+            poison[l] += x[l] * 0.0;
+        }
+    }
+    let amax = amax.iter().fold(0f32, |a, &b| a.max(b));
+    let inverse = 1.0 / amax;
+    if poison.iter().any(|&p| p != 0.0) || !(inverse * TOPS[0]).is_finite() {
+        codes.fill(0);
+        // Not a number, or infinite: the group is NaN. Below 4e-37 (or all zero): it counts as zero.
+        let finite = poison.iter().all(|&p| p == 0.0);
+        return (if finite { 0.0 } else { f32::NAN }, 0);
+    }
+    let mut best = (f32::INFINITY, TOPS[0]);
+    for top in TOPS {
+        let (up, down) = (inverse * top, amax / top);
+        let mut errors = [0f32; LANES];
+        for x in x.chunks_exact(LANES) {
+            for l in 0..LANES {
+                let e = x[l] - (x[l] * up).round_ties_even() * down;
+                errors[l] += e * e;
+            }
+        }
+        let mut n = LANES / 2;
+        while n > 0 {
+            for l in 0..n {
+                errors[l] += errors[l + n];
+            }
+            n /= 2;
+        }
+        if errors[0] < best.0 {
+            best = (errors[0], top);
+        }
+    }
+    let (up, down) = (inverse * best.1, amax / best.1);
+    let mut sum = 0i32;
+    for (c, &v) in codes.iter_mut().zip(x) {
+        let q = (v * up).round_ties_even() as i32;
+        *c = q as i8 as u8;
+        sum += q;
+    }
+    (down, sum)
+}
+
+/// Packed input rows, borrowed.
+#[derive(Clone, Copy)]
+pub struct Inputs<'a> {
+    layout: InputLayout,
+    rows: usize,
+    cols: usize,
+    bytes: &'a [u8],
+}
+
+impl<'a> Inputs<'a> {
+    /// Views `bytes` as `rows` packed rows of `cols` columns.
+    ///
+    /// # Panics
+    /// When `bytes` has another length than [`InputLayout::bytes`] says, or does not begin on a multiple of 4.
+    pub fn new(layout: InputLayout, rows: usize, cols: usize, bytes: &'a [u8]) -> Self {
+        assert_eq!(bytes.len(), layout.bytes(rows, cols), "packed rows of another shape");
+        assert!(bytes.as_ptr().addr().is_multiple_of(4), "packed rows begin off their alignment");
+        Inputs { layout, rows, cols, bytes }
+    }
+
+    /// How rows are rounded.
+    #[inline(always)]
+    pub fn layout(&self) -> InputLayout {
+        self.layout
+    }
+
+    /// Number of rows.
+    #[inline(always)]
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Columns, without padding.
+    #[inline(always)]
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Blocks per row.
+    #[inline(always)]
+    pub fn blocks(&self) -> usize {
+        self.cols.div_ceil(BLOCK)
+    }
+
+    /// Block `block` of row `row`.
+    #[inline(always)]
+    pub fn block(&self, block: usize, row: usize) -> &'a [u8] {
+        let n = self.layout.block_bytes();
+        &self.bytes[(block * self.rows + row) * n..][..n]
+    }
+
+    /// All bytes: block `b` of row `r` starts at `(b * rows + r) * block_bytes`.
+    #[inline(always)]
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn int8_blocks_round_to_nearest_and_pad_with_zeros() {
+        let x: Vec<f32> = (0..100).map(|i| (i as f32 - 50.0) * 0.37).collect();
+        for group in [32, 128] {
+            let layout = InputLayout::Int8 { group };
+            let mut out = vec![0xaa; layout.block_bytes()];
+            pack_block(layout, &x, &mut out);
+            let groups = BLOCK / group;
+            for g in 0..groups {
+                let f = |o: usize| <[u8; 4]>::try_from(&out[o..o + 4]).unwrap();
+                let scale = f32::from_le_bytes(f(BLOCK + g * 4));
+                let sum = i32::from_le_bytes(f(BLOCK + groups * 4 + g * 4));
+                let codes: Vec<i32> = out[g * group..][..group].iter().map(|&c| c as i8 as i32).collect();
+                assert_eq!(sum, codes.iter().sum::<i32>());
+                let largest = codes.iter().map(|c| c.abs()).max().unwrap();
+                assert!((124..=127).contains(&largest) || x[(g * group).min(x.len())..].is_empty(), "{largest}");
+                for (i, c) in codes.iter().enumerate() {
+                    let want = x.get(g * group + i).copied().unwrap_or(0.0);
+                    assert!((want - scale * *c as f32).abs() <= scale * 0.5001);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_non_finite_group_poisons_itself_only() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut x = [1.0f32; BLOCK];
+            x[40] = bad;
+            let layout = InputLayout::Int8 { group: 32 };
+            let mut out = vec![0; layout.block_bytes()];
+            pack_block(layout, &x, &mut out);
+            let scale = |g: usize| f32::from_le_bytes(out[BLOCK + g * 4..][..4].try_into().unwrap());
+            assert!(scale(1).is_nan() && scale(0) == scale(2) && scale(0) > 0.0);
+        }
+        let mut out = vec![1; InputLayout::Int8 { group: 32 }.block_bytes()];
+        pack_block(InputLayout::Int8 { group: 32 }, &[0.0; 128], &mut out);
+        assert!(out.iter().all(|&b| b == 0));
+    }
+}

@@ -1,0 +1,123 @@
+//! What one CPU instruction set must provide: packing and product, nothing else.
+
+use std::ops::Range;
+
+use bytes::Bytes;
+
+use super::input::{self, InputLayout, Inputs};
+use super::tier::Tier;
+use crate::activation::Activation;
+use crate::error::Unsupported;
+use crate::format::{Format, Matrix};
+
+/// One matrix as a kernel wants it: packed into memory of ours, or as it is in the checkpoint's map.
+#[derive(Debug, Clone)]
+pub struct Weights {
+    matrix: WeightsKind,
+    format: Format,
+    rows: usize,
+    cols: usize,
+}
+
+#[derive(Debug, Clone)]
+enum WeightsKind {
+    Packed(Bytes),
+    InPlace(Matrix),
+}
+
+impl Weights {
+    /// Weights in a kernel's packed layout.
+    pub fn packed(format: Format, rows: usize, cols: usize, bytes: Bytes) -> Self {
+        Weights { matrix: WeightsKind::Packed(bytes), format, rows, cols }
+    }
+
+    /// Weights used from the checkpoint.
+    pub fn in_place(matrix: Matrix) -> Self {
+        let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
+        Weights { matrix: WeightsKind::InPlace(matrix), format, rows, cols }
+    }
+
+    /// Format of the matrix in the checkpoint.
+    #[inline(always)]
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// Outputs.
+    #[inline(always)]
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Inputs.
+    #[inline(always)]
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// The packed bytes; empty for weights in place.
+    #[inline(always)]
+    pub fn bytes(&self) -> &[u8] {
+        match &self.matrix {
+            WeightsKind::Packed(b) => b,
+            WeightsKind::InPlace(_) => &[],
+        }
+    }
+
+    /// The checkpoint's matrix, for weights in place.
+    #[inline(always)]
+    pub fn matrix(&self) -> Option<&Matrix> {
+        match &self.matrix {
+            WeightsKind::Packed(_) => None,
+            WeightsKind::InPlace(m) => Some(m),
+        }
+    }
+}
+
+/// Memory that a thread keeps between products, so that kernels never allocate on a hot path.
+#[derive(Default)]
+pub struct Scratch {
+    /// For unpacked weights, decoded rows, gathered inputs: grows as asked, content undefined.
+    pub panel: super::memory::AlignedBytes,
+    /// For the flow: gate and up tiles.
+    pub(crate) tiles: [Vec<f32>; 2],
+}
+
+/// Packing and product for one instruction set.
+///
+/// Holding a value proves that the instructions exist: constructors detect. The flow calls [`pack`](Kernel::pack) while
+/// loading, from many threads; [`pack_input`](Kernel::pack_input), [`product`](Kernel::product) and
+/// [`activate`](Kernel::activate) from the team's threads, never two at once on the same output.
+pub trait Kernel: Copy + Send + Sync + 'static {
+    /// The instruction set.
+    fn tier(self) -> Tier;
+
+    /// Which number path runs this format: the layout of its input rows, and one line for `explain` (`VNNI, unsigned codes
+    /// packed 16 x 4`).
+    ///
+    /// # Errors
+    /// Why it does not run the format natively.
+    fn accepts(self, format: Format, rows: usize, cols: usize) -> Result<(InputLayout, &'static str), Unsupported>;
+
+    /// Bytes of the packed matrix (a multiple of 64), or `None` when the checkpoint's bytes are used in place.
+    fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize>;
+
+    /// Packs a matrix of an accepted format into `out`, which is zeroed, 64-byte aligned and of
+    /// [`packed_bytes`](Kernel::packed_bytes).
+    fn pack(self, matrix: &Matrix, out: &mut [u8]);
+
+    /// Rounds up to [`input::BLOCK`] columns of one row into a block of `layout`.
+    fn pack_input(self, layout: InputLayout, x: &[f32], out: &mut [u8]) {
+        input::pack_block(layout, x, out);
+    }
+
+    /// Applies the activation; the result replaces `gate`.
+    fn activate(self, rule: Activation, gate: &mut [f32], up: &[f32]) {
+        rule.apply(gate, up);
+    }
+
+    /// `out[i, j] = sum_k W[outputs.start + j, k] * x[rows[i], k]`: `out` is `[rows.len(), outputs.len()]` row-major,
+    /// overwritten. `outputs` starts at a multiple of 16. Each number must come out the same whatever the other rows are and
+    /// however the outputs are cut, except where the kernel's choice by number of rows is documented to change it.
+    fn product(self, w: &Weights, outputs: Range<usize>, x: Inputs<'_>, rows: &[u32], out: &mut [f32], scratch: &mut Scratch);
+}

@@ -1,0 +1,237 @@
+//! Aligned memory, and buffers that tasks of one parallel region divide among themselves.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use memmap2::MmapMut;
+
+use crate::error::{Error, Result};
+
+/// One cache line.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+// SAFETY: an array of bytes without padding; any bit pattern is a value, and zero is one.
+unsafe impl bytemuck::Zeroable for Line {}
+// SAFETY: as above; `Line` is `Copy`, `repr(C)`, and its size equals its alignment.
+unsafe impl bytemuck::Pod for Line {}
+
+/// Bytes on a 64-byte boundary that only grow.
+#[derive(Default)]
+pub struct AlignedBytes {
+    lines: Vec<Line>,
+}
+
+impl AlignedBytes {
+    /// The first `len` bytes, growing if need be; old content is unspecified.
+    pub fn get(&mut self, len: usize) -> &mut [u8] {
+        let lines = len.div_ceil(64);
+        if self.lines.len() < lines {
+            self.lines.resize(lines, Line([0; 64]));
+        }
+        &mut bytemuck::cast_slice_mut(&mut self.lines)[..len]
+    }
+
+    /// The first `len` bytes as they are.
+    ///
+    /// # Panics
+    /// When there are fewer.
+    pub fn read(&self, len: usize) -> &[u8] {
+        &bytemuck::cast_slice(&self.lines)[..len]
+    }
+
+    /// Bytes held.
+    pub fn capacity(&self) -> usize {
+        self.lines.capacity() * 64
+    }
+}
+
+/// Zeroed pages for packed weights, page-aligned, in huge pages where the system gives them.
+///
+/// # Errors
+/// The system's word when it refuses.
+pub fn zeroed_pages(len: usize) -> Result<MmapMut> {
+    let map = MmapMut::map_anon(len.max(1))
+        .map_err(|source| Error::Io { path: format!("(memory: {len} bytes for packed weights)").into(), source })?;
+    #[cfg(target_os = "linux")]
+    if len >= 2 << 20 {
+        // Advice: a system without transparent huge pages answers with an error and loses nothing.
+        let _ = map.advise(memmap2::Advice::HugePage);
+    }
+    Ok(map)
+}
+
+/// A buffer cut into consecutive pieces, each of which one task takes, once, from whichever thread it runs on.
+pub struct Pieces<'a, T> {
+    data: *mut T,
+    cuts: Cuts,
+    taken: Vec<AtomicBool>,
+    _borrow: PhantomData<&'a mut [T]>,
+}
+
+enum Cuts {
+    Every(usize),
+    Ends(Vec<usize>),
+}
+
+// SAFETY: `take` hands each disjoint piece to one caller only, so sharing the handle shares no element; T itself must be Send.
+unsafe impl<T: Send> Sync for Pieces<'_, T> {}
+// SAFETY: the handle is a unique borrow of a slice of Send elements.
+unsafe impl<T: Send> Send for Pieces<'_, T> {}
+
+impl<'a, T> Pieces<'a, T> {
+    /// Cuts `data` into pieces of the given lengths.
+    ///
+    /// # Panics
+    /// When the lengths do not add up to the buffer.
+    pub fn new(data: &'a mut [T], lengths: impl IntoIterator<Item = usize>) -> Self {
+        let mut end = 0;
+        let mut ends = Vec::new();
+        for n in lengths {
+            end += n;
+            ends.push(end);
+        }
+        assert_eq!(end, data.len(), "pieces do not cover the buffer");
+        let taken = ends.iter().map(|_| AtomicBool::new(false)).collect();
+        Pieces { data: data.as_mut_ptr(), cuts: Cuts::Ends(ends), taken, _borrow: PhantomData }
+    }
+
+    /// Cuts `data` into pieces of `len` elements each.
+    ///
+    /// # Panics
+    /// When `len` does not divide the buffer.
+    pub fn every(data: &'a mut [T], len: usize) -> Self {
+        assert!(len > 0 && data.len().is_multiple_of(len), "pieces do not cover the buffer");
+        let taken = (0..data.len() / len).map(|_| AtomicBool::new(false)).collect();
+        Pieces { data: data.as_mut_ptr(), cuts: Cuts::Every(len), taken, _borrow: PhantomData }
+    }
+
+    /// Piece `i`.
+    ///
+    /// # Panics
+    /// When it was taken before, or does not exist.
+    #[allow(clippy::mut_from_ref)] // each piece leaves once, which `taken` enforces
+    pub fn take(&self, i: usize) -> &mut [T] {
+        assert!(!self.taken[i].swap(true, Ordering::Relaxed), "piece {i} taken twice");
+        let (start, end) = match &self.cuts {
+            Cuts::Every(len) => (i * len, (i + 1) * len),
+            Cuts::Ends(ends) => (if i == 0 { 0 } else { ends[i - 1] }, ends[i]),
+        };
+        // SAFETY: start..end lies within the buffer borrowed for 'a, pieces are disjoint, and the flag above lets each leave
+        // only once.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(start), end - start) }
+    }
+}
+
+/// A row-major matrix cut into a grid of tiles, each of which one task takes, once.
+pub struct Grid<'a> {
+    data: *mut f32,
+    rows: usize,
+    cols: usize,
+    tile_rows: usize,
+    tile_cols: usize,
+    taken: Vec<AtomicBool>,
+    _borrow: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: `take` hands each disjoint tile to one caller only.
+unsafe impl Sync for Grid<'_> {}
+// SAFETY: the handle is a unique borrow of a slice.
+unsafe impl Send for Grid<'_> {}
+
+impl<'a> Grid<'a> {
+    /// Cuts `data: [rows, cols]` into tiles of at most `tile_rows` x `tile_cols`.
+    ///
+    /// # Panics
+    /// When the shape does not match the buffer, or a tile size is 0.
+    pub fn new(data: &'a mut [f32], rows: usize, cols: usize, tile_rows: usize, tile_cols: usize) -> Self {
+        assert!(data.len() == rows * cols && tile_rows > 0 && tile_cols > 0);
+        let tiles = rows.div_ceil(tile_rows) * cols.div_ceil(tile_cols);
+        let taken = (0..tiles).map(|_| AtomicBool::new(false)).collect();
+        Grid { data: data.as_mut_ptr(), rows, cols, tile_rows, tile_cols, taken, _borrow: PhantomData }
+    }
+
+    /// Number of tiles.
+    pub fn tiles(&self) -> usize {
+        self.taken.len()
+    }
+
+    /// Tile `i`, counted along columns first.
+    ///
+    /// # Panics
+    /// When it was taken before, or does not exist.
+    pub fn take(&self, i: usize) -> GridTile<'_> {
+        assert!(!self.taken[i].swap(true, Ordering::Relaxed), "tile {i} taken twice");
+        let across = self.cols.div_ceil(self.tile_cols);
+        let (r, c) = (i / across * self.tile_rows, i % across * self.tile_cols);
+        GridTile {
+            data: self.data,
+            stride: self.cols,
+            rows: r..self.rows.min(r + self.tile_rows),
+            cols: c..self.cols.min(c + self.tile_cols),
+            _borrow: PhantomData,
+        }
+    }
+}
+
+/// One tile of a [`Grid`].
+pub struct GridTile<'a> {
+    data: *mut f32,
+    stride: usize,
+    /// Rows of the matrix that the tile covers.
+    pub rows: Range<usize>,
+    /// Columns of the matrix that the tile covers.
+    pub cols: Range<usize>,
+    _borrow: PhantomData<&'a mut [f32]>,
+}
+
+impl GridTile<'_> {
+    /// The tile's part of row `row` of the matrix.
+    ///
+    /// # Panics
+    /// When the row is outside the tile.
+    pub fn row(&mut self, row: usize) -> &mut [f32] {
+        assert!(self.rows.contains(&row), "row {row} is outside {:?}", self.rows);
+        // SAFETY: row and columns lie within the matrix borrowed by the grid, tiles are disjoint, each was taken once, and
+        // `&mut self` keeps two rows from being borrowed at a time.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.stride + self.cols.start), self.cols.len()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_and_tiles_cover_their_buffers_once() {
+        let mut data = vec![0u32; 10];
+        let pieces = Pieces::new(&mut data, [3, 0, 7]);
+        pieces.take(2).fill(2);
+        pieces.take(0).fill(1);
+        assert!(pieces.take(1).is_empty());
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| pieces.take(0).len())).is_err());
+        assert_eq!(data, [1, 1, 1, 2, 2, 2, 2, 2, 2, 2]);
+
+        let mut data = vec![0f32; 5 * 7];
+        let grid = Grid::new(&mut data, 5, 7, 2, 3);
+        assert_eq!(grid.tiles(), 9);
+        for i in 0..grid.tiles() {
+            let mut tile = grid.take(i);
+            for r in tile.rows.clone() {
+                tile.row(r).iter_mut().for_each(|v| *v += 1.0);
+            }
+        }
+        assert!(data.iter().all(|&v| v == 1.0));
+    }
+
+    #[test]
+    fn aligned_bytes_are_aligned() {
+        let mut b = AlignedBytes::default();
+        for len in [0, 1, 64, 65, 1000] {
+            assert_eq!(b.get(len).as_ptr() as usize % 64, 0);
+            assert_eq!(b.get(len).len(), len);
+        }
+    }
+}

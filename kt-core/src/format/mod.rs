@@ -1,0 +1,441 @@
+//! Weight formats: how one matrix is encoded, and its exact decoding.
+//!
+//! A linear weight is a matrix `[rows, cols]`: `rows` output features, `cols` input features, row-major. A [`Matrix`] is a
+//! cheap, reference-counted handle on its encoded bytes (usually a slice of a memory map). Each family of encodings has
+//! a file of its own with its decoder; a new format is one arm of [`Format`] and one decoder: it then runs everywhere
+//! through decoding, and natively where a kernel accepts it.
+//!
+//! Not here yet, each with its place: GPTQ, AWQ and asymmetric INT4 (`int.rs`), MXFP4, MXFP8 and NVFP4 (`mx.rs`), the
+//! remaining GGUF block types (`ggml.rs`).
+
+pub mod float;
+pub mod fp8;
+pub mod ggml;
+pub mod int;
+
+use std::fmt;
+
+use bytes::Bytes;
+
+/// How many consecutive columns share one scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Group {
+    /// One scale for the whole row ("per channel").
+    Row,
+    /// One scale for this many consecutive columns.
+    Of(u32),
+}
+
+impl Group {
+    /// Columns per scale in a row of `cols` columns.
+    pub fn cols(self, cols: usize) -> usize {
+        match self {
+            Group::Row => cols,
+            Group::Of(g) => g as usize,
+        }
+    }
+}
+
+/// How one matrix is encoded. Layouts are described in each family's module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Format {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// Upper half of an F32.
+    Bf16,
+    /// E4M3 codes, one scale (F32 or BF16) per tile of 128 x 128 weights.
+    Fp8Block,
+    /// E4M3 codes, one scale (F32 or BF16) per row.
+    Fp8Channel,
+    /// Signed bytes (compressed-tensors `int-quantized`), symmetric.
+    Int8(Group),
+    /// Bytes with offset 128 (compressed-tensors 8-bit `pack-quantized`, its I32 words read as bytes), symmetric.
+    Int8Offset(Group),
+    /// Two columns per byte, low nibble first, value = nibble - 8 (compressed-tensors `pack-quantized`), symmetric.
+    Int4(Group),
+    /// GGUF: 32 columns, F16 scale, signed bytes.
+    Q8_0,
+    /// GGUF: 32 columns, F16 scale, nibbles minus 8.
+    Q4_0,
+    /// GGUF: 256 columns in 8 groups with 6-bit scales and minima, 4-bit codes.
+    Q4K,
+    /// GGUF: as Q4_K with 5-bit codes.
+    Q5K,
+    /// GGUF: 256 columns in 16 groups with 8-bit scales, 6-bit codes.
+    Q6K,
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match self {
+            Format::F32 => "F32",
+            Format::F16 => "F16",
+            Format::Bf16 => "BF16",
+            Format::Fp8Block => "FP8-block",
+            Format::Fp8Channel => "FP8-channel",
+            Format::Int8(Group::Row) => "INT8-channel",
+            Format::Int8(Group::Of(g)) => return f.pad(&format!("INT8-g{g}")),
+            Format::Int8Offset(Group::Row) => "INT8-offset-channel",
+            Format::Int8Offset(Group::Of(g)) => return f.pad(&format!("INT8-offset-g{g}")),
+            Format::Int4(Group::Row) => "INT4-channel",
+            Format::Int4(Group::Of(g)) => return f.pad(&format!("INT4-g{g}")),
+            Format::Q8_0 => "Q8_0",
+            Format::Q4_0 => "Q4_0",
+            Format::Q4K => "Q4_K",
+            Format::Q5K => "Q5_K",
+            Format::Q6K => "Q6_K",
+        };
+        f.pad(name)
+    }
+}
+
+/// The same format for gate, up and down.
+impl From<Format> for [Format; 3] {
+    fn from(format: Format) -> Self {
+        [format; 3]
+    }
+}
+
+impl std::str::FromStr for Format {
+    type Err = crate::Unsupported;
+
+    /// Reads a format's name as [`Format`] displays it, in any case; `fp8`, `int8` and `int4` stand for the common
+    /// variants (128x128 blocks, per channel, groups of 32).
+    fn from_str(s: &str) -> Result<Self, Self::Err> {
+        let name = s.to_ascii_lowercase().replace('_', "-");
+        let group = |prefix: &str| name.strip_prefix(prefix).and_then(|g| g.parse::<u32>().ok()).filter(|&g| g > 0);
+        Ok(match name.as_str() {
+            "f32" => Format::F32,
+            "f16" => Format::F16,
+            "bf16" => Format::Bf16,
+            "fp8" | "fp8-block" => Format::Fp8Block,
+            "fp8-channel" => Format::Fp8Channel,
+            "int8" | "int8-channel" => Format::Int8(Group::Row),
+            "int8-offset-channel" => Format::Int8Offset(Group::Row),
+            "int4-channel" => Format::Int4(Group::Row),
+            "int4" => Format::Int4(Group::Of(32)),
+            "q8-0" => Format::Q8_0,
+            "q4-0" => Format::Q4_0,
+            "q4-k" => Format::Q4K,
+            "q5-k" => Format::Q5K,
+            "q6-k" => Format::Q6K,
+            _ => {
+                if let Some(g) = group("int8-g") {
+                    Format::Int8(Group::Of(g))
+                } else if let Some(g) = group("int8-offset-g") {
+                    Format::Int8Offset(Group::Of(g))
+                } else if let Some(g) = group("int4-g") {
+                    Format::Int4(Group::Of(g))
+                } else {
+                    return Err(crate::Unsupported::new(format!(
+                        "unknown format `{s}`; known are f32 f16 bf16 fp8-block fp8-channel int8-channel int8-gN int4-gN \
+                         q8_0 q4_0 q4_k q5_k q6_k"
+                    )));
+                }
+            }
+        })
+    }
+}
+
+impl Format {
+    /// Columns that are encoded together: decoding starts at multiples of it, and rows of GGUF formats are multiples of it.
+    pub fn block_cols(self) -> usize {
+        match self {
+            Format::Q4K | Format::Q5K | Format::Q6K => 256,
+            Format::Q8_0 | Format::Q4_0 => 32,
+            Format::Int4(_) => 2,
+            _ => 1,
+        }
+    }
+
+    /// Bytes of the codes of one row, or why a row cannot have that many columns.
+    pub fn row_bytes(self, cols: usize) -> Result<usize, String> {
+        let blocks = |cols_per: usize, bytes: usize| {
+            if cols.is_multiple_of(cols_per) {
+                Ok(cols / cols_per * bytes)
+            } else {
+                Err(format!("{self} needs columns in multiples of {cols_per}, got {cols}"))
+            }
+        };
+        match self {
+            Format::F32 => blocks(1, 4),
+            Format::F16 | Format::Bf16 => blocks(1, 2),
+            Format::Fp8Block | Format::Fp8Channel | Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) => blocks(1, 1),
+            Format::Int8(Group::Of(g)) | Format::Int8Offset(Group::Of(g)) => blocks(g.max(1) as usize, g.max(1) as usize),
+            Format::Int4(Group::Row) => blocks(2, 1),
+            Format::Int4(Group::Of(g)) if g >= 2 && g % 2 == 0 => blocks(g as usize, g as usize / 2),
+            Format::Int4(Group::Of(g)) => Err(format!("INT4 groups must be even, got {g}")),
+            Format::Q8_0 => blocks(32, 34),
+            Format::Q4_0 => blocks(32, 18),
+            Format::Q4K => blocks(256, 144),
+            Format::Q5K => blocks(256, 176),
+            Format::Q6K => blocks(256, 210),
+        }
+    }
+
+    /// Shape of the separate scale tensor, for formats that have one.
+    pub fn scale_shape(self, rows: usize, cols: usize) -> Option<(usize, usize)> {
+        match self {
+            Format::Fp8Block => Some((rows.div_ceil(fp8::TILE), cols.div_ceil(fp8::TILE))),
+            Format::Fp8Channel => Some((rows, 1)),
+            Format::Int8(g) | Format::Int8Offset(g) | Format::Int4(g) => Some((rows, cols.div_ceil(g.cols(cols).max(1)))),
+            _ => None,
+        }
+    }
+
+    /// Bytes of a whole matrix as stored, scales included (taken as F32 for FP8, INT8 per row, BF16 for groups).
+    pub fn stored_bytes(self, rows: usize, cols: usize) -> u64 {
+        let codes = self.row_bytes(cols).unwrap_or(0) as u64 * rows as u64;
+        let scale = match self {
+            Format::Int8(Group::Of(_)) | Format::Int8Offset(Group::Of(_)) | Format::Int4(Group::Of(_)) => 2,
+            _ => 4,
+        };
+        let scales = self.scale_shape(rows, cols).map_or(0, |(r, c)| r as u64 * c as u64 * scale);
+        codes + scales
+    }
+}
+
+/// Type of the numbers in a scale tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ScaleType {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// Upper half of an F32.
+    Bf16,
+}
+
+impl ScaleType {
+    /// Bytes of one scale.
+    pub fn bytes(self) -> usize {
+        match self {
+            ScaleType::F32 => 4,
+            ScaleType::F16 | ScaleType::Bf16 => 2,
+        }
+    }
+}
+
+/// The separate scale tensor of a matrix: `[rows, cols]` of [`Format::scale_shape`], row-major, contiguous.
+#[derive(Debug, Clone)]
+pub struct Scales {
+    bytes: Bytes,
+    kind: ScaleType,
+    cols: usize,
+}
+
+impl Scales {
+    /// Type of the stored numbers.
+    pub fn kind(&self) -> ScaleType {
+        self.kind
+    }
+
+    /// Scales per row of the scale tensor.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// The stored bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// The scale at `[row, col]` of the scale tensor.
+    #[inline]
+    pub fn get(&self, row: usize, col: usize) -> f32 {
+        let i = row * self.cols + col;
+        match self.kind {
+            ScaleType::F32 => float::f32_at(&self.bytes, i),
+            ScaleType::F16 => float::f16_at(&self.bytes, i),
+            ScaleType::Bf16 => float::bf16_at(&self.bytes, i),
+        }
+    }
+}
+
+/// One encoded weight matrix `[rows, cols]`: a handle on bytes that somebody else owns (a memory map, an allocation).
+///
+/// Cloning is cheap and keeps the owner alive. Lengths are checked once, here; decoding trusts them.
+#[derive(Debug, Clone)]
+pub struct Matrix {
+    format: Format,
+    rows: usize,
+    cols: usize,
+    codes: Bytes,
+    row_bytes: usize,
+    /// Bytes from one row to the next; more than `row_bytes` when rows of two matrices alternate.
+    stride: usize,
+    scales: Option<Scales>,
+}
+
+impl Matrix {
+    /// A matrix over `codes` (contiguous rows) and, for formats with a separate scale tensor, `scales`.
+    ///
+    /// # Errors
+    /// Says which length does not fit the format and shape. The caller adds file and tensor.
+    pub fn new(
+        format: Format,
+        rows: usize,
+        cols: usize,
+        codes: Bytes,
+        scales: Option<(Bytes, ScaleType)>,
+    ) -> Result<Self, String> {
+        let row_bytes = format.row_bytes(cols)?;
+        let want = rows.checked_mul(row_bytes).ok_or("shape overflows")?;
+        if codes.len() != want {
+            return Err(format!("{format} [{rows}, {cols}] takes {want} bytes, found {}", codes.len()));
+        }
+        let scales = match (format.scale_shape(rows, cols), scales) {
+            (None, None) => None,
+            (None, Some(_)) => return Err(format!("{format} has no separate scales, but some were given")),
+            (Some((r, c)), None) => return Err(format!("{format} [{rows}, {cols}] needs scales [{r}, {c}], found none")),
+            (Some((r, c)), Some((bytes, kind))) => {
+                let want = r.checked_mul(c).and_then(|n| n.checked_mul(kind.bytes())).ok_or("shape overflows")?;
+                if bytes.len() != want {
+                    return Err(format!(
+                        "{format} [{rows}, {cols}] needs scales [{r}, {c}] of type {kind:?} in {want} bytes, found {}",
+                        bytes.len()
+                    ));
+                }
+                Some(Scales { bytes, kind, cols: c })
+            }
+        };
+        Ok(Matrix { format, rows, cols, codes, row_bytes, stride: row_bytes, scales })
+    }
+
+    /// How the matrix is encoded.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// Output features.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input features.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// The separate scale tensor, where the format has one.
+    pub fn scales(&self) -> Option<&Scales> {
+        self.scales.as_ref()
+    }
+
+    /// Codes of one row.
+    #[inline]
+    pub fn row(&self, row: usize) -> &[u8] {
+        &self.codes[row * self.stride..][..self.row_bytes]
+    }
+
+    /// All codes, when rows are contiguous.
+    pub fn contiguous(&self) -> Option<&[u8]> {
+        (self.stride == self.row_bytes).then_some(&self.codes[..])
+    }
+
+    /// All codes as stored: `rows` of [`Matrix::stride`] bytes, the last one possibly shorter.
+    pub fn codes(&self) -> &Bytes {
+        &self.codes
+    }
+
+    /// Bytes from one row to the next.
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// Bytes of codes and scales that this handle covers.
+    pub fn byte_len(&self) -> u64 {
+        (self.rows * self.row_bytes) as u64 + self.scales.as_ref().map_or(0, |s| s.bytes.len() as u64)
+    }
+
+    /// Rows `first`, `first + step`, … (`count` of them) as a matrix of their own, without copying.
+    ///
+    /// For fused gate and up tensors: `step` 1 where the halves follow each other, 2 where their rows alternate.
+    ///
+    /// # Errors
+    /// When rows are out of range, or share scales in a way that the selection would break.
+    pub fn select_rows(&self, first: usize, step: usize, count: usize) -> Result<Self, String> {
+        let past = count.checked_sub(1).and_then(|c| c.checked_mul(step)).and_then(|c| c.checked_add(first));
+        if past.is_none_or(|last| last >= self.rows) || step == 0 {
+            return Err(format!("rows {first} + {step} * 0..{count} are not within {} rows", self.rows));
+        }
+        let begin = first * self.stride;
+        let end = begin + (count - 1) * step * self.stride + self.row_bytes;
+        let scales = match &self.scales {
+            None => None,
+            Some(s) => {
+                let rows_per_scale = if self.format == Format::Fp8Block { fp8::TILE } else { 1 };
+                if step != 1 || !first.is_multiple_of(rows_per_scale) {
+                    return Err(format!("{} cannot be split at row {first}, step {step}: rows share scales", self.format));
+                }
+                let row = s.cols * s.kind.bytes();
+                let (r0, r1) = (first / rows_per_scale, (first + count).div_ceil(rows_per_scale));
+                Some(Scales { bytes: s.bytes.slice(r0 * row..r1 * row), ..s.clone() })
+            }
+        };
+        Ok(Matrix {
+            rows: count,
+            codes: self.codes.slice(begin..end),
+            stride: self.stride * step,
+            scales,
+            ..self.clone()
+        })
+    }
+
+    /// Decodes columns `start..start + out.len()` of a row into F32, exactly as the format defines.
+    ///
+    /// `start` must be a multiple of [`Format::block_cols`]; `out` may end anywhere that a block ends, or at the row's end.
+    ///
+    /// # Panics
+    /// When the range is outside the row or not aligned so: a caller's error, not a file's.
+    pub fn decode_range(&self, row: usize, start: usize, out: &mut [f32]) {
+        let block = self.format.block_cols();
+        assert!(start.is_multiple_of(block) && start + out.len() <= self.cols, "columns out of range");
+        assert!(out.len().is_multiple_of(block) || start + out.len() == self.cols, "columns split a block");
+        match self.format {
+            Format::F32 | Format::F16 | Format::Bf16 => float::decode(self, row, start, out),
+            Format::Fp8Block | Format::Fp8Channel => fp8::decode(self, row, start, out),
+            Format::Int8(_) | Format::Int8Offset(_) | Format::Int4(_) => int::decode(self, row, start, out),
+            Format::Q8_0 | Format::Q4_0 | Format::Q4K | Format::Q5K | Format::Q6K => ggml::decode(self, row, start, out),
+        }
+    }
+
+    /// Decodes one row into `out` (`cols` long).
+    pub fn decode_row(&self, row: usize, out: &mut [f32]) {
+        self.decode_range(row, 0, out);
+    }
+
+    /// Decodes the whole matrix, `[rows, cols]` row-major.
+    pub fn decode(&self) -> Vec<f32> {
+        let mut out = vec![0.0; self.rows * self.cols];
+        for (row, out) in out.chunks_exact_mut(self.cols.max(1)).enumerate() {
+            self.decode_row(row, out);
+        }
+        out
+    }
+
+    /// Looks at every scale; reading them also brings the pages of formats that interleave them into memory.
+    ///
+    /// # Errors
+    /// Names the first scale that is not a finite number.
+    pub fn check_scales(&self) -> Result<(), String> {
+        if let Some(s) = &self.scales {
+            let n = s.bytes.len() / s.kind.bytes();
+            for i in 0..n {
+                let v = s.get(i / s.cols, i % s.cols);
+                if !v.is_finite() {
+                    return Err(format!("scale [{}, {}] is {v}", i / s.cols, i % s.cols));
+                }
+            }
+        }
+        if self.format.block_cols() >= 32 {
+            for row in 0..self.rows {
+                ggml::check_scales(self.format, self.row(row)).map_err(|e| format!("row {row}, {e}"))?;
+            }
+        }
+        Ok(())
+    }
+}

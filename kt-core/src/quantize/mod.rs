@@ -1,0 +1,133 @@
+//! Encoding of F32 rows into every weight format, and what it costs in accuracy.
+//!
+//! Encoders work on bands of rows in parallel and give the same bytes for any number of threads. Scales of integer formats
+//! are searched so that the squared error of the decoded values is smallest; no calibration data is used. Separate scales
+//! are F32 where they are per row or tile, BF16 where they are per group.
+//!
+//! [`Requantized`] is a source whose experts are re-encoded as they are read.
+
+mod blocks;
+mod rows;
+mod search;
+mod source;
+
+use std::ops::Range;
+
+use bytes::Bytes;
+use rayon::prelude::*;
+
+use crate::format::{Format, Group, Matrix, ScaleType, fp8};
+
+pub use source::Requantized;
+
+/// Encodes `values: [rows, cols]`, row-major.
+///
+/// # Errors
+/// A shape that the format cannot have, `values` of another length, or a value that the format cannot hold: NaN and
+/// infinities except in F32, F16 and BF16, and numbers beyond the format's range. The message gives row and column.
+pub fn encode(format: Format, rows: usize, cols: usize, values: &[f32]) -> Result<Matrix, String> {
+    if rows.checked_mul(cols) != Some(values.len()) {
+        return Err(format!("[{rows}, {cols}] was given {} values", values.len()));
+    }
+    encode_bands(format, rows, cols, |range, out| out.copy_from_slice(&values[range.start * cols..range.end * cols]))
+}
+
+/// Encodes a matrix again in another format, with little memory beyond the result. The same format gives the same matrix.
+///
+/// # Errors
+/// As [`encode`].
+pub fn recode(matrix: &Matrix, format: Format) -> Result<Matrix, String> {
+    if matrix.format() == format {
+        return Ok(matrix.clone());
+    }
+    let cols = matrix.cols();
+    encode_bands(format, matrix.rows(), cols, |range, out| {
+        for (row, out) in range.zip(out.chunks_exact_mut(cols.max(1))) {
+            matrix.decode_row(row, out);
+        }
+    })
+}
+
+/// How far decoded values are from their originals, in proportion.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Errors {
+    /// Mean |difference| over mean |reference|.
+    pub mean_abs_ratio: f64,
+    /// Root mean square of the difference over that of the reference.
+    pub rms_ratio: f64,
+}
+
+/// Compares values with their reference. Slices of different lengths have NaN errors; a reference of zeros has errors of 0
+/// where all values are zero too, and infinite ones otherwise.
+pub fn relative_error(reference: &[f32], got: &[f32]) -> Errors {
+    if reference.len() != got.len() {
+        return Errors { mean_abs_ratio: f64::NAN, rms_ratio: f64::NAN };
+    }
+    let (mut abs, mut abs_diff, mut square, mut square_diff) = (0.0, 0.0, 0.0, 0.0);
+    for (&r, &g) in reference.iter().zip(got) {
+        let (r, diff) = (r as f64, g as f64 - r as f64);
+        abs += r.abs();
+        square += r * r;
+        abs_diff += diff.abs();
+        square_diff += diff * diff;
+    }
+    let ratio = |diff: f64, of: f64| if diff == 0.0 { 0.0 } else { diff / of };
+    Errors { mean_abs_ratio: ratio(abs_diff, abs), rms_ratio: ratio(square_diff, square).sqrt() }
+}
+
+/// Type of the separate scales that encoding to a format writes.
+pub(crate) fn scale_type(format: Format) -> ScaleType {
+    match format {
+        Format::Int8(Group::Of(_)) | Format::Int8Offset(Group::Of(_)) | Format::Int4(Group::Of(_)) => ScaleType::Bf16,
+        _ => ScaleType::F32,
+    }
+}
+
+/// Rows per task: all that share scales of tiles, or enough to make handing out tasks cheap.
+fn band_rows(format: Format) -> usize {
+    if format == Format::Fp8Block { fp8::TILE } else { 16 }
+}
+
+/// Encodes band by band; `read` fills `[range, cols]` values.
+fn encode_bands(
+    format: Format,
+    rows: usize,
+    cols: usize,
+    read: impl Fn(Range<usize>, &mut [f32]) + Sync,
+) -> Result<Matrix, String> {
+    let overflow = || format!("[{rows}, {cols}] overflows");
+    let row_bytes = format.row_bytes(cols)?;
+    let kind = scale_type(format);
+    let (scale_rows, scale_cols) = format.scale_shape(rows, cols).unwrap_or((0, 0));
+    let mut codes = vec![0u8; rows.checked_mul(row_bytes).ok_or_else(overflow)?];
+    let mut scales = vec![0u8; scale_rows * scale_cols * kind.bytes()];
+
+    let band = band_rows(format);
+    let band_scale_bytes = scales.len() / scale_rows.max(1) * if format == Format::Fp8Block { 1 } else { band };
+    let mut bands = Vec::with_capacity(rows.div_ceil(band));
+    let (mut codes_left, mut scales_left) = (&mut codes[..], &mut scales[..]);
+    for first in (0..rows).step_by(band) {
+        let range = first..rows.min(first + band);
+        let codes = codes_left.split_off_mut(..range.len() * row_bytes).ok_or_else(overflow)?;
+        let scales = scales_left.split_off_mut(..band_scale_bytes.min(scales_left.len())).ok_or_else(overflow)?;
+        bands.push((range, codes, scales));
+    }
+    bands.into_par_iter().try_for_each_init(Vec::new, |values, (range, codes, scales)| {
+        let first = range.start;
+        values.resize(range.len() * cols, 0.0);
+        read(range, values);
+        if let Some(i) = rows::unfit(format, values) {
+            return Err(format!("{format} cannot hold value [{}, {}], {}", first + i / cols, i % cols, values[i]));
+        }
+        rows::encode(format, cols, values, codes, scales);
+        Ok(())
+    })?;
+
+    let scales = format.scale_shape(rows, cols).map(|_| (Bytes::from(scales), kind));
+    let matrix = Matrix::new(format, rows, cols, Bytes::from(codes), scales)?;
+    matrix.check_scales().map_err(|e| format!("values are too large for {format}: {e}"))?;
+    Ok(matrix)
+}
+
+#[cfg(test)]
+mod tests;

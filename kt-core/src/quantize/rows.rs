@@ -1,0 +1,147 @@
+//! Encoders of floating-point, FP8, and integer rows.
+
+use super::blocks;
+use super::search::{nearest, symmetric_scale};
+use crate::format::float::{bf16_to_f32, f32_to_bf16};
+use crate::format::fp8::{TILE, f32_to_e4m3};
+use crate::format::{Format, Group};
+
+/// Position of the first value that the format cannot hold, whatever its scales.
+pub(super) fn unfit(format: Format, values: &[f32]) -> Option<usize> {
+    match format {
+        Format::F32 => None,
+        Format::F16 => values.iter().position(|v| v.is_finite() && half::f16::from_f32(*v).is_infinite()),
+        Format::Bf16 => values.iter().position(|v| v.is_finite() && bf16_to_f32(f32_to_bf16(*v)).is_infinite()),
+        _ => values.iter().position(|v| !v.is_finite()),
+    }
+}
+
+/// Encodes a band of whole rows into its codes and, where the format has them, its separate scales.
+pub(super) fn encode(format: Format, cols: usize, values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
+    match format {
+        Format::F32 => copy(values, codes, f32::to_le_bytes),
+        Format::F16 => copy(values, codes, |v| half::f16::from_f32(v).to_le_bytes()),
+        Format::Bf16 => copy(values, codes, |v| f32_to_bf16(v).to_le_bytes()),
+        Format::Fp8Block => fp8_tiles(cols, values, codes, scales),
+        Format::Fp8Channel => {
+            let rows = values.chunks_exact(cols.max(1)).zip(codes.chunks_exact_mut(cols.max(1)));
+            for ((values, codes), scale) in rows.zip(scales.as_chunks_mut::<4>().0) {
+                let s = divisor(amax(values), 448.0);
+                *scale = s.to_le_bytes();
+                fp8(values, s, codes);
+            }
+        }
+        Format::Int8(group) => {
+            groups(group, cols, values, codes, scales, 1, |v, stored, codes| int8(v, 0, stored, codes))
+        }
+        Format::Int8Offset(group) => {
+            groups(group, cols, values, codes, scales, 1, |v, stored, codes| int8(v, 0x80, stored, codes));
+        }
+        Format::Int4(group) => groups(group, cols, values, codes, scales, 2, int4),
+        Format::Q8_0 => each(values, codes, blocks::q8_0),
+        Format::Q4_0 => each(values, codes, blocks::q4_0),
+        Format::Q4K => each(values, codes, blocks::q4k),
+        Format::Q5K => each(values, codes, blocks::q5k),
+        Format::Q6K => each(values, codes, blocks::q6k),
+    }
+}
+
+fn copy<const N: usize>(values: &[f32], codes: &mut [u8], bytes: impl Fn(f32) -> [u8; N]) {
+    for (&v, code) in values.iter().zip(codes.as_chunks_mut::<N>().0) {
+        *code = bytes(v);
+    }
+}
+
+fn each<const COLS: usize, const BYTES: usize>(
+    values: &[f32],
+    codes: &mut [u8],
+    block: impl Fn(&[f32; COLS], &mut [u8; BYTES]),
+) {
+    for (values, codes) in values.as_chunks().0.iter().zip(codes.as_chunks_mut().0) {
+        block(values, codes);
+    }
+}
+
+/// Largest magnitude.
+pub(super) fn amax(values: &[f32]) -> f32 {
+    let (chunks, rest) = values.as_chunks::<8>();
+    let mut lanes = [0f32; 8];
+    for c in chunks {
+        for (lane, v) in lanes.iter_mut().zip(c) {
+            *lane = lane.max(v.abs());
+        }
+    }
+    lanes.iter().chain(rest).fold(0.0, |a, v| a.max(v.abs()))
+}
+
+/// The scale that maps `amax` to `largest`; 1 for values so small that they count as zero.
+fn divisor(amax: f32, largest: f32) -> f32 {
+    let s = amax / largest;
+    if s.is_normal() { s } else { 1.0 }
+}
+
+fn fp8(values: &[f32], scale: f32, codes: &mut [u8]) {
+    for (code, v) in codes.iter_mut().zip(values) {
+        *code = f32_to_e4m3(v / scale);
+    }
+}
+
+/// A band of up to 128 rows: one row of tiles.
+fn fp8_tiles(cols: usize, values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
+    for (tile, scale) in scales.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+        let range = tile * TILE..cols.min((tile + 1) * TILE);
+        let s = divisor(values.chunks_exact(cols).map(|row| amax(&row[range.clone()])).fold(0.0, f32::max), 448.0);
+        *scale = s.to_le_bytes();
+        for (values, codes) in values.chunks_exact(cols).zip(codes.chunks_exact_mut(cols)) {
+            fp8(&values[range.clone()], s, &mut codes[range.clone()]);
+        }
+    }
+}
+
+/// Hands each group of each row to `encode`, with the function that turns a scale into its stored value, and stores it.
+///
+/// Rows are multiples of the group, so that groups of a band follow each other.
+fn groups(
+    group: Group,
+    cols: usize,
+    values: &[f32],
+    codes: &mut [u8],
+    scales: &mut [u8],
+    per_byte: usize,
+    encode: impl Fn(&[f32], fn(f32) -> f32, &mut [u8]) -> f32,
+) {
+    let size = group.cols(cols).max(1);
+    let all = values.chunks_exact(size).zip(codes.chunks_exact_mut((size / per_byte).max(1)));
+    match group {
+        Group::Row => {
+            for ((values, codes), scale) in all.zip(scales.as_chunks_mut::<4>().0) {
+                *scale = encode(values, |s| s, codes).to_le_bytes();
+            }
+        }
+        Group::Of(_) => {
+            for ((values, codes), scale) in all.zip(scales.as_chunks_mut::<2>().0) {
+                *scale = f32_to_bf16(encode(values, |s| bf16_to_f32(f32_to_bf16(s)), codes)).to_le_bytes();
+            }
+        }
+    }
+}
+
+fn int8(values: &[f32], flip: u8, stored: fn(f32) -> f32, codes: &mut [u8]) -> f32 {
+    let scale = stored(divisor(amax(values), 127.0));
+    let inverse = 1.0 / scale;
+    for (code, v) in codes.iter_mut().zip(values) {
+        *code = nearest(v * inverse).clamp(-127.0, 127.0) as i32 as i8 as u8 ^ flip;
+    }
+    scale
+}
+
+fn int4(values: &[f32], stored: fn(f32) -> f32, codes: &mut [u8]) -> f32 {
+    let scale = symmetric_scale(values, 8, false);
+    let scale = stored(if scale.is_normal() { scale } else { 1.0 });
+    let inverse = 1.0 / scale;
+    let code = |v: f32| (nearest(v * inverse).clamp(-8.0, 7.0) + 8.0) as i32 as u8;
+    for (byte, v) in codes.iter_mut().zip(values.as_chunks::<2>().0) {
+        *byte = code(v[0]) | code(v[1]) << 4;
+    }
+    scale
+}

@@ -1,0 +1,106 @@
+//! A source whose experts are re-encoded as they are read.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::recode;
+use crate::error::{Error, Result};
+use crate::format::{Format, Matrix};
+use crate::layer::{LayerSpec, Proj};
+use crate::routing::Routing;
+use crate::source::{Metadata, WeightSource};
+
+/// A [`WeightSource`] that gives every routed expert of another in a format of the caller's choice.
+///
+/// [`matrix`](WeightSource::matrix) decodes and encodes on each call, on rayon's threads, and keeps nothing. A matrix that has
+/// its format already is passed on as it is. Everything that is not a routed expert, and the metadata, stay the other's.
+pub struct Requantized {
+    source: Arc<dyn WeightSource>,
+    layers: Vec<LayerSpec>,
+}
+
+impl Requantized {
+    /// Wraps `source`; `formats` is one [`Format`] for all projections, or one each for gate, up and down.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] names the first layer and projection whose shape the format cannot have.
+    pub fn new(source: Arc<dyn WeightSource>, formats: impl Into<[Format; 3]>) -> Result<Self> {
+        let formats = formats.into();
+        let mut layers = source.layers().to_vec();
+        for layer in &mut layers {
+            for proj in Proj::ALL {
+                let (format, (rows, cols)) = (formats[proj.index()], layer.shape(proj));
+                format.row_bytes(cols).map_err(|e| {
+                    let proj = proj.name();
+                    Error::Invalid(format!(
+                        "layer {}, {proj} [{rows}, {cols}] cannot become {format}: {e}; choose another format for {proj}",
+                        layer.index
+                    ))
+                })?;
+            }
+            layer.formats = formats;
+        }
+        Ok(Requantized { source, layers })
+    }
+}
+
+impl WeightSource for Requantized {
+    fn path(&self) -> &Path {
+        self.source.path()
+    }
+
+    fn layers(&self) -> &[LayerSpec] {
+        &self.layers
+    }
+
+    fn matrix(&self, layer: usize, expert: usize, proj: Proj) -> Result<Matrix> {
+        let matrix = self.source.matrix(layer, expert, proj)?;
+        let Some(spec) = self.layers.iter().find(|l| l.index == layer) else {
+            return Ok(matrix);
+        };
+        recode(&matrix, spec.format(proj)).map_err(|what| {
+            let (file, tensor) = self.source.tensor_name(layer, expert, proj);
+            Error::tensor(file, tensor, what)
+        })
+    }
+
+    fn bias(&self, layer: usize, expert: usize, proj: Proj) -> Result<Option<Vec<f32>>> {
+        self.source.bias(layer, expert, proj)
+    }
+
+    fn tensor_name(&self, layer: usize, expert: usize, proj: Proj) -> (PathBuf, String) {
+        self.source.tensor_name(layer, expert, proj)
+    }
+
+    fn release(&self, layer: usize, expert: usize) {
+        self.source.release(layer, expert);
+    }
+
+    fn release_tensor(&self, name: &str) {
+        self.source.release_tensor(name);
+    }
+
+    fn metadata(&self) -> &Metadata {
+        self.source.metadata()
+    }
+
+    fn routing(&self, layer: usize) -> Option<Routing> {
+        self.source.routing(layer)
+    }
+
+    fn tensors(&self) -> Vec<String> {
+        self.source.tensors()
+    }
+
+    fn tensor(&self, name: &str) -> Result<Matrix> {
+        self.source.tensor(name)
+    }
+
+    fn dense_bytes(&self) -> u64 {
+        self.source.dense_bytes()
+    }
+
+    fn side_file(&self, name: &str) -> Result<Option<Vec<u8>>> {
+        self.source.side_file(name)
+    }
+}

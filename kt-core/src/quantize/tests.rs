@@ -1,0 +1,230 @@
+use std::sync::Arc;
+
+use super::*;
+use crate::layer::Proj;
+use crate::source::WeightSource;
+use crate::source::synthetic::SyntheticSource;
+
+const FORMATS: [Format; 16] = [
+    Format::F32,
+    Format::F16,
+    Format::Bf16,
+    Format::Fp8Block,
+    Format::Fp8Channel,
+    Format::Int8(Group::Row),
+    Format::Int8(Group::Of(32)),
+    Format::Int8Offset(Group::Row),
+    Format::Int8Offset(Group::Of(16)),
+    Format::Int4(Group::Row),
+    Format::Int4(Group::Of(32)),
+    Format::Q8_0,
+    Format::Q4_0,
+    Format::Q4K,
+    Format::Q5K,
+    Format::Q6K,
+];
+
+fn normal(rows: usize, cols: usize) -> Vec<f32> {
+    let source =
+        SyntheticSource::builder().hidden(cols).intermediate(rows).format(Format::F32).seed(7).build().unwrap();
+    source.matrix(0, 0, Proj::Gate).unwrap().decode()
+}
+
+/// Shapes and values of expert matrices of a trained model: each projection, from every layer.
+fn tiny_model() -> Vec<(usize, usize, Vec<f32>)> {
+    let file = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/../kt-cli/model/model.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+    let mut out = Vec::new();
+    for (layer, expert) in [(0, 0), (1, 5), (2, 3), (3, 7)] {
+        for proj in ["gate_proj", "up_proj", "down_proj"] {
+            let t = tensors.tensor(&format!("model.layers.{layer}.mlp.experts.{expert}.{proj}.weight")).unwrap();
+            let bytes = Bytes::copy_from_slice(t.data());
+            let m = Matrix::new(Format::Bf16, t.shape()[0], t.shape()[1], bytes, None).unwrap();
+            out.push((m.rows(), m.cols(), m.decode()));
+        }
+    }
+    out
+}
+
+#[test]
+fn errors_on_a_trained_model_are_at_most_those_of_common_encoders() {
+    // Relative RMS errors of round-to-nearest encoders on this model: amax scales, and ggml's own for GGUF types.
+    let bounds = [
+        (Format::Bf16, 0.0),
+        (Format::Fp8Block, 0.0265),
+        (Format::Fp8Channel, 0.0261),
+        (Format::Int8(Group::Row), 0.0069),
+        (Format::Int8(Group::Of(32)), 0.0057),
+        (Format::Int4(Group::Row), 0.1255),
+        (Format::Int4(Group::Of(128)), 0.1102),
+        (Format::Int4(Group::Of(32)), 0.0944),
+        (Format::Q8_0, 0.0053),
+        (Format::Q6K, 0.0177),
+        (Format::Q5K, 0.0360),
+        (Format::Q4K, 0.0712),
+        (Format::Q4_0, 0.0856),
+    ];
+    let model = tiny_model();
+    let mut failures = Vec::new();
+    for (format, bound) in bounds {
+        let (mut reference, mut decoded) = (Vec::new(), Vec::new());
+        for (rows, cols, values) in &model {
+            decoded.extend(encode(format, *rows, *cols, values).unwrap().decode());
+            reference.extend_from_slice(values);
+        }
+        let rms = relative_error(&reference, &decoded).rms_ratio;
+        // Twelve of 96 matrices: their errors differ from those of the whole model by up to 2 %.
+        if rms > bound * 1.02 {
+            failures.push(format!("{format}: {rms:.5} > {bound}"));
+        }
+    }
+    assert!(failures.is_empty(), "{failures:#?}");
+}
+
+#[test]
+fn every_format_and_awkward_shape_comes_back_close() {
+    for format in FORMATS {
+        let mut fitting = 0;
+        for (rows, cols) in [(1, 32), (3, 96), (17, 704), (129, 256), (40, 512), (130, 192)] {
+            let values = normal(rows, cols);
+            if format.row_bytes(cols).is_err() {
+                assert!(encode(format, rows, cols, &values).unwrap_err().contains("multiples"));
+                continue;
+            }
+            fitting += 1;
+            let m = encode(format, rows, cols, &values).unwrap();
+            assert_eq!((m.format(), m.rows(), m.cols()), (format, rows, cols));
+            assert_eq!(m.byte_len(), format.stored_bytes(rows, cols));
+            let error = relative_error(&values, &m.decode()).rms_ratio;
+            let bound = match format {
+                Format::F32 => 0.0,
+                Format::F16 => 3e-4,
+                Format::Bf16 => 2e-3,
+                Format::Int8(_) | Format::Int8Offset(_) | Format::Q8_0 => 0.01,
+                Format::Fp8Block | Format::Fp8Channel => 0.03,
+                Format::Q6K => 0.02,
+                Format::Q5K => 0.05,
+                _ => 0.13,
+            };
+            assert!(error <= bound, "{format} [{rows}, {cols}]: {error}");
+        }
+        assert!(fitting >= 2, "{format}");
+    }
+}
+
+#[test]
+fn the_number_of_threads_does_not_matter() {
+    let values = normal(150, 256);
+    for format in FORMATS {
+        let bytes = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let m = pool.install(|| encode(format, 150, 256, &values)).unwrap();
+            (m.codes().clone(), m.scales().map(|s| s.bytes().to_vec()))
+        };
+        assert_eq!(bytes(1), bytes(3), "{format}");
+    }
+}
+
+#[test]
+fn exact_values_stay_exact() {
+    // Values on each format's own grid come back as they are, except where scales have to be searched.
+    for format in [Format::Q8_0, Format::Int8(Group::Row), Format::Int8(Group::Of(32)), Format::Int4(Group::Of(32))] {
+        let values: Vec<f32> =
+            (0..512).map(|i| ((i * 37 % 15) as f32 - 7.0) * if i % 32 == 0 { 0.0 } else { 0.25 }).collect();
+        let error = relative_error(&values, &encode(format, 2, 256, &values).unwrap().decode());
+        let allowed = if matches!(format, Format::Int4(_)) { 0.0 } else { 0.01 };
+        assert!(error.rms_ratio <= allowed, "{format}: {error:?}");
+    }
+    for format in FORMATS {
+        assert_eq!(encode(format, 3, 256, &[0.0; 768]).unwrap().decode(), [0.0; 768], "{format} of zeros");
+    }
+}
+
+#[test]
+fn constant_positive_tiny_and_huge_rows_are_no_trouble() {
+    for format in FORMATS {
+        for v in [1.0, -1.0, 3e-5, -1e-30, f32::MIN_POSITIVE / 8.0, 100.0] {
+            let decoded = encode(format, 2, 256, &[v; 512]).unwrap().decode();
+            assert!(decoded.iter().all(|d| d.is_finite()), "{format} of {v}");
+            // F16 scales reach down to 6e-8 only; FP8 and INT8 scales are as fine as F32.
+            if v.abs() >= 3e-5 {
+                // A K-type's scale is 1/63 (or 1/128) of an F16 number: 3e-5 / 15 / 63 = 3e-8 is below the smallest.
+                let bound = if v == 3e-5 { 1.0 } else { 0.05 };
+                let error = relative_error(&[v; 512], &decoded).rms_ratio;
+                assert!(error <= bound, "{format} of {v}: {error}");
+            }
+        }
+        // One outlier among small values: they may vanish, but nothing may blow up.
+        let mut values = vec![1e-3; 256];
+        values[77] = 5e3;
+        let error = relative_error(&values, &encode(format, 1, 256, &values).unwrap().decode()).rms_ratio;
+        assert!(error < 0.05, "{format} with an outlier: {error}");
+    }
+}
+
+#[test]
+fn what_cannot_be_held_is_named() {
+    let mut values = vec![0.5; 1024];
+    values[256 * 2 + 9] = f32::NAN;
+    for format in FORMATS {
+        match format {
+            Format::F32 | Format::F16 | Format::Bf16 => {
+                assert!(encode(format, 4, 256, &values).unwrap().decode()[521].is_nan());
+            }
+            _ => {
+                let message = encode(format, 4, 256, &values).unwrap_err();
+                assert!(message.contains("[2, 9], NaN"), "{message}");
+            }
+        }
+        assert!(encode(format, 4, 256, &values[1..]).unwrap_err().contains("1023 values"));
+    }
+    assert!(encode(Format::F16, 1, 1, &[7e4]).unwrap_err().contains("[0, 0], 70000"));
+    assert!(encode(Format::Q8_0, 1, 32, &[3e38; 32]).unwrap_err().contains("too large"));
+    assert!(encode(Format::Bf16, 1, 1, &[f32::MAX]).is_err());
+}
+
+#[test]
+fn empty_matrices_are_matrices() {
+    for format in FORMATS {
+        assert_eq!(encode(format, 0, 256, &[]).unwrap().rows(), 0);
+    }
+}
+
+#[test]
+fn relative_errors_are_ratios_of_means() {
+    let e = relative_error(&[3.0, -4.0], &[3.0, -3.0]);
+    assert!((e.mean_abs_ratio - 1.0 / 7.0).abs() < 1e-12 && (e.rms_ratio - 0.2).abs() < 1e-12);
+    assert_eq!(relative_error(&[0.0], &[0.0]), Errors { mean_abs_ratio: 0.0, rms_ratio: 0.0 });
+    assert_eq!(relative_error(&[0.0], &[1.0]).rms_ratio, f64::INFINITY);
+    assert!(relative_error(&[0.0], &[]).rms_ratio.is_nan());
+}
+
+#[test]
+fn requantized_experts_are_those_of_encode() {
+    let build = || SyntheticSource::builder().hidden(256).intermediate(128).layers(2).biases(true).build().unwrap();
+    let plain: Arc<dyn WeightSource> = Arc::new(build());
+    let formats = [Format::Q4K, Format::Bf16, Format::Int8(Group::Of(32))];
+    let source = Requantized::new(plain.clone(), formats).unwrap();
+    assert_eq!(source.layers().len(), 2);
+    for layer in source.layers() {
+        assert_eq!(layer.formats, formats);
+        assert_eq!(layer.hidden, 256);
+        for proj in Proj::ALL {
+            let (from, to) =
+                (plain.matrix(layer.index, 2, proj).unwrap(), source.matrix(layer.index, 2, proj).unwrap());
+            let want = encode(layer.format(proj), from.rows(), from.cols(), &from.decode()).unwrap();
+            assert_eq!(to.format(), layer.format(proj));
+            assert_eq!(to.codes(), want.codes());
+            assert_eq!(to.scales().map(|s| s.bytes()), want.scales().map(|s| s.bytes()));
+            assert_eq!(source.bias(layer.index, 2, proj).unwrap(), plain.bias(layer.index, 2, proj).unwrap());
+        }
+    }
+    let up = plain.matrix(1, 2, Proj::Up).unwrap();
+    assert_eq!(recode(&up, Format::Bf16).unwrap().codes().as_ptr(), up.codes().as_ptr(), "the same format is no copy");
+    assert_eq!(source.path(), plain.path());
+    assert_eq!(source.routing(1), plain.routing(1));
+    assert!(source.matrix(2, 0, Proj::Up).is_err() && source.matrix(0, 99, Proj::Up).is_err());
+
+    let message = Requantized::new(plain, Format::Q4K).err().unwrap().to_string();
+    assert!(message.contains("layer 0, down [256, 128]") && message.contains("256, got 128"), "{message}");
+}

@@ -1,0 +1,110 @@
+//! Splits a batch over the banks of a layer: every (token, expert) exactly once. Never sees a weight.
+
+use crate::batch::NO_EXPERT;
+use crate::work::{ExpertRows, Row};
+
+/// Where an expert lives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Home {
+    /// Index of the bank.
+    pub bank: u32,
+    /// Index of the expert within the bank.
+    pub local: u32,
+}
+
+/// One bank's share of a batch.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Share {
+    /// (token, weight) pairs grouped by expert, by rising token within a group.
+    pub rows: Vec<Row>,
+    /// Groups by rising local expert, none empty.
+    pub experts: Vec<ExpertRows>,
+}
+
+/// Splits `topk_ids: [tokens, top_k]` over banks. Ids were checked: each is [`NO_EXPERT`] or an index of `homes`.
+pub fn split(topk_ids: &[i32], topk_weights: &[f32], top_k: usize, homes: &[Home], banks: usize) -> Vec<Share> {
+    let mut counts: Vec<usize> = vec![0; homes.len()];
+    for &id in topk_ids.iter().filter(|&&id| id != NO_EXPERT) {
+        counts[id as usize] += 1;
+    }
+    let mut order: Vec<usize> = (0..homes.len()).filter(|&e| counts[e] > 0).collect();
+    order.sort_by_key(|&e| (homes[e].bank, homes[e].local));
+    let mut shares = vec![Share::default(); banks];
+    let mut next = vec![0usize; homes.len()];
+    for e in order {
+        let share = &mut shares[homes[e].bank as usize];
+        let start = share.experts.last().map_or(0, |g| g.rows.end);
+        share.experts.push(ExpertRows { local: homes[e].local, rows: start..start + counts[e] });
+        next[e] = start;
+    }
+    for share in &mut shares {
+        let rows = share.experts.last().map_or(0, |g| g.rows.end);
+        share.rows = vec![Row { token: 0, weight: 0.0 }; rows];
+    }
+    for (i, (&id, &weight)) in topk_ids.iter().zip(topk_weights).enumerate() {
+        if id != NO_EXPERT {
+            let e = id as usize;
+            shares[homes[e].bank as usize].rows[next[e]] = Row { token: (i / top_k) as u32, weight };
+            next[e] += 1;
+        }
+    }
+    shares
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Deterministic random numbers for the property test.
+    fn random(seed: &mut u64) -> usize {
+        *seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (*seed >> 33) as usize
+    }
+
+    #[test]
+    fn every_token_and_expert_exactly_once() {
+        let mut seed = 1;
+        for case in 0..500 {
+            let experts = 1 + random(&mut seed) % 40;
+            let banks = 1 + random(&mut seed) % 4;
+            let (tokens, top_k) = (random(&mut seed) % 20, 1 + random(&mut seed) % 6);
+            let mut sizes = vec![0u32; banks];
+            let homes: Vec<Home> = (0..experts)
+                .map(|_| {
+                    let bank = random(&mut seed) % banks;
+                    sizes[bank] += 1;
+                    Home { bank: bank as u32, local: sizes[bank] - 1 }
+                })
+                .collect();
+            let n = tokens * top_k;
+            let ids: Vec<i32> = (0..n).map(|_| (random(&mut seed) % (experts + 1)) as i32 - 1).collect();
+            let weights: Vec<f32> = (0..n).map(|i| i as f32).collect();
+            let shares = split(&ids, &weights, top_k, &homes, banks);
+            assert_eq!(shares.len(), banks);
+            let mut seen = vec![0; n];
+            for (b, share) in shares.iter().enumerate() {
+                let mut end = 0;
+                for pair in share.experts.windows(2) {
+                    assert!(pair[0].local < pair[1].local);
+                }
+                for group in &share.experts {
+                    assert!(group.rows.start == end && !group.rows.is_empty());
+                    end = group.rows.end;
+                    let rows = &share.rows[group.rows.clone()];
+                    assert!(rows.windows(2).all(|w| w[0].token <= w[1].token));
+                    for row in rows {
+                        let slot = row.weight as usize; // the weight is the slot's number
+                        seen[slot] += 1;
+                        assert_eq!(row.token as usize, slot / top_k);
+                        let home = homes[ids[slot] as usize];
+                        assert_eq!((home.bank as usize, home.local), (b, group.local));
+                    }
+                }
+                assert_eq!(end, share.rows.len());
+            }
+            for (slot, &count) in seen.iter().enumerate() {
+                assert_eq!(count, usize::from(ids[slot] != NO_EXPERT), "case {case}");
+            }
+        }
+    }
+}

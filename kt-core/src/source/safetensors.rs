@@ -1,0 +1,305 @@
+//! Hugging Face directories: `config.json` and safetensors shards.
+//!
+//! The `safetensors` crate reads and checks each file's header; the shard index, the names and the formats are read here. What a
+//! linear layer's format is, is told by the tensors that stand next to each other, not by the config.
+
+mod linear;
+mod shards;
+
+use std::path::{Path, PathBuf};
+
+use bytes::Bytes;
+use serde_json::Value;
+
+use super::names::{self, ExpertNames, Family, count};
+use super::{Metadata, WeightSource};
+use crate::error::{Error, Result};
+use crate::format::{Format, Matrix};
+use crate::layer::{LayerSpec, Proj};
+use crate::routing::Routing;
+use linear::{linear, plain, plain_format};
+use shards::{Files, Shards, Tensor};
+
+/// No dimension of a model is larger: keeps products of two of them far from overflowing.
+const MOST: usize = 1 << 24;
+
+/// A Hugging Face directory of safetensors files, mapped.
+pub struct SafetensorsSource {
+    shards: Shards,
+    config: Metadata,
+    family: &'static Family,
+    prefix: &'static str,
+    /// Number of layers; those beyond are for multi-token prediction.
+    blocks: usize,
+    routing: Option<Routing>,
+    layers: Vec<LayerSpec>,
+}
+
+impl SafetensorsSource {
+    /// Opens a directory. Files must not be truncated while the source or a matrix of it is in use: reading past the new end
+    /// kills the process (SIGBUS).
+    ///
+    /// # Errors
+    /// Files that are missing, truncated or damaged, unknown families, tensors that are missing or do not fit together.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        Self::read(path.as_ref(), Files::Directory)
+    }
+
+    /// The same from memory: file names and contents, as of a checkpoint that is part of a program. `label` stands for the
+    /// directory in messages.
+    ///
+    /// # Errors
+    /// As [`SafetensorsSource::open`].
+    pub fn from_files(label: &str, files: Vec<(String, Bytes)>) -> Result<Self> {
+        Self::read(Path::new(label), Files::Memory(files.into_iter().collect()))
+    }
+
+    fn read(path: &Path, files: Files) -> Result<Self> {
+        let file = path.join("config.json");
+        let shards = Shards::open(path, files)?;
+        let config = shards.json("config.json")?;
+        let config = config.ok_or_else(|| Error::file(&file, "missing: it says what model the tensors are of"))?;
+        let metadata = Metadata::HuggingFace(config.clone());
+        let family = names::by_metadata(&metadata).ok_or_else(|| match metadata.family() {
+            None => Error::tensor(&file, "model_type", "missing: what the model is stays unknown"),
+            Some(name) => {
+                let known = names::model_types().join(", ");
+                Error::tensor(&file, "model_type", format!("`{name}` is not known here; known are {known}"))
+            }
+        })?;
+        // Models with more than text describe the text part in a section of its own.
+        let text = config.get("text_config").filter(|t| t.is_object()).unwrap_or(&config);
+        check_blocks(&config, text, &file)?;
+        let prefix = family.prefix(shards.tensors().keys().map(String::as_str));
+        let blocks = config_count(text, &file, &["num_hidden_layers"])?;
+        let mut source = SafetensorsSource { shards, config: metadata, family, prefix, blocks, routing: None, layers: Vec::new() };
+        source.layers = source.read_layers(text, &file)?;
+        if let Some(layer) = source.layers.first() {
+            source.routing = family.routing(text, layer.top_k);
+            if let Some(routing) = &source.routing {
+                routing.check(layer.experts).map_err(|e| Error::file(&file, e.to_string()))?;
+            }
+        }
+        Ok(source)
+    }
+
+    /// The family's row in the table of names.
+    pub fn family(&self) -> &'static Family {
+        self.family
+    }
+
+    /// Checks every expert's tensors; reads headers only.
+    fn read_layers(&self, config: &Value, file: &Path) -> Result<Vec<LayerSpec>> {
+        let experts = config_count(config, file, names::EXPERTS_KEYS)?;
+        let top_k = config_count(config, file, names::TOP_K_KEYS)?;
+        let hidden = config_count(config, file, &["hidden_size"])?;
+        let intermediate = config_count(config, file, &[self.family.intermediate_key])?;
+        if top_k > experts {
+            let what = format!("is {top_k}, but there are only {experts} experts");
+            return Err(Error::tensor(file, names::TOP_K_KEYS[0], what));
+        }
+        let mut layers = Vec::new();
+        for index in (0..self.blocks).filter(|&i| self.family.holds_experts(config, i)) {
+            let mut spec = LayerSpec {
+                index,
+                experts,
+                top_k,
+                hidden,
+                intermediate,
+                formats: [Format::F32; 3],
+                activation: self.family.activation,
+                biases: false,
+            };
+            self.refuse_alternating(index)?;
+            for proj in Proj::ALL {
+                spec.formats[proj.index()] = match self.packed(index, proj) {
+                    Some((name, t)) => self.packed_format(name, t, &spec, proj)?,
+                    None => self.common_format(&spec, proj)?,
+                };
+            }
+            layers.push(spec);
+        }
+        if layers.is_empty() {
+            return Err(Error::file(file, "no layer of this model holds experts: it is no Mixture-of-Experts model"));
+        }
+        Ok(layers)
+    }
+
+    /// The format that a projection of every expert of a layer has.
+    fn common_format(&self, spec: &LayerSpec, proj: Proj) -> Result<Format> {
+        let (rows, cols) = spec.shape(proj);
+        let mut common = None;
+        for expert in 0..spec.experts {
+            let (name, m) = linear(&self.shards, &self.base(spec.index, expert, proj), Some(cols))?;
+            if (m.rows(), m.cols()) != (rows, cols) {
+                let what = format!("is [{}, {}], but by the config it is [{rows}, {cols}]", m.rows(), m.cols());
+                return Err(self.shards.fail(name, what));
+            }
+            let first = *common.get_or_insert(m.format());
+            if m.format() != first {
+                let what = format!("is {}, but expert 0 of this layer is {first}; one format per layer is supported", m.format());
+                return Err(self.shards.fail(name, what));
+            }
+        }
+        common.ok_or_else(|| Error::file(self.shards.path(), "a layer without experts"))
+    }
+
+    fn packed_format(&self, name: &str, t: &Tensor, spec: &LayerSpec, proj: Proj) -> Result<Format> {
+        let (rows, cols) = spec.shape(proj);
+        let tall = if proj == Proj::Down { rows } else { 2 * rows };
+        if t.shape != [spec.experts, tall, cols] {
+            let what = format!("has shape {:?}, but by the config it is [{}, {tall}, {cols}]", t.shape, spec.experts);
+            return Err(self.shards.fail(name, what));
+        }
+        plain_format(t.dtype)
+            .ok_or_else(|| self.shards.fail(name, format!("packed experts of type {:?} are not supported yet", t.dtype)))
+    }
+
+    /// The layouts of gpt-oss.
+    fn refuse_alternating(&self, layer: usize) -> Result<()> {
+        let ExpertNames::Alternating(stem) = self.family.experts else { return Ok(()) };
+        let name = format!("{}{layer}.{stem}.gate_up_proj", self.prefix);
+        let blocks = format!("{name}_blocks");
+        let (name, what) = if self.shards.get(&blocks).is_some() {
+            (blocks, "experts in MXFP4 format are not supported yet")
+        } else if self.shards.get(&name).is_some() {
+            (name, "experts whose gate and up alternate are not supported yet")
+        } else {
+            (blocks, "missing from the checkpoint")
+        };
+        Err(self.shards.fail(&name, what))
+    }
+
+    /// The tensor that holds a projection of all experts of a layer, where there is one.
+    fn packed(&self, layer: usize, proj: Proj) -> Option<(&str, &Tensor)> {
+        let ExpertNames::Packed(stem, _) = self.family.experts else { return None };
+        let name = if proj == Proj::Down { "down_proj" } else { "gate_up_proj" };
+        self.shards.get(&format!("{}{layer}.{stem}.{name}", self.prefix))
+    }
+
+    /// The linear layer of a projection of one expert.
+    fn base(&self, layer: usize, expert: usize, proj: Proj) -> String {
+        format!("{}{layer}.{}", self.prefix, self.family.expert(expert, proj))
+    }
+
+    fn spec(&self, layer: usize, expert: usize) -> Result<&LayerSpec> {
+        let spec = self.layers.binary_search_by_key(&layer, |l| l.index).ok().map(|i| &self.layers[i]);
+        spec.filter(|l| expert < l.experts)
+            .ok_or_else(|| Error::file(self.shards.path(), format!("there is no expert {expert} in layer {layer}")))
+    }
+
+    /// Whether a tensor is neither a routed expert nor part of multi-token prediction.
+    fn is_dense(&self, name: &str) -> bool {
+        let Some((layer, rest)) = name.strip_prefix(self.prefix).and_then(|r| r.split_once('.')) else {
+            return !name.starts_with("mtp.");
+        };
+        let expert = rest.strip_prefix(self.family.expert_stem()).is_some_and(|r| r.starts_with('.'));
+        !expert && layer.parse().is_ok_and(|l: usize| l < self.blocks)
+    }
+}
+
+/// A count in the config, which must be there.
+fn config_count(config: &Value, file: &Path, keys: &[&str]) -> Result<usize> {
+    let found = count(config, keys).filter(|n| (1..=MOST).contains(n));
+    found.ok_or_else(|| Error::tensor(file, keys.join("` or `"), format!("missing from the config, or not in 1..={MOST}")))
+}
+
+/// Refuses FP8 blocks other than 128 x 128, which the shape of the scales cannot always tell.
+fn check_blocks(config: &Value, text: &Value, file: &Path) -> Result<()> {
+    let size = [config, text].into_iter().find_map(|c| c.get("quantization_config")?.get("weight_block_size"));
+    match size.filter(|s| !s.is_null()) {
+        Some(size) if *size != serde_json::json!([128, 128]) => {
+            let what = format!("is {size}; blocks of [128, 128] are supported");
+            Err(Error::tensor(file, "quantization_config.weight_block_size", what))
+        }
+        _ => Ok(()),
+    }
+}
+
+impl WeightSource for SafetensorsSource {
+    fn path(&self) -> &Path {
+        self.shards.path()
+    }
+
+    fn layers(&self) -> &[LayerSpec] {
+        &self.layers
+    }
+
+    fn matrix(&self, layer: usize, expert: usize, proj: Proj) -> Result<Matrix> {
+        let spec = self.spec(layer, expert)?;
+        let (rows, cols) = spec.shape(proj);
+        let Some((name, _)) = self.packed(layer, proj) else {
+            let (name, m) = linear(&self.shards, &self.base(layer, expert, proj), None)?;
+            if (m.rows(), m.cols()) != (rows, cols) {
+                let what = format!("holds [{}, {}], but by the config it is [{rows}, {cols}]", m.rows(), m.cols());
+                return Err(self.shards.fail(name, what));
+            }
+            return Ok(m);
+        };
+        let (tall, first) = match proj {
+            Proj::Gate => (2 * rows, 0),
+            Proj::Up => (2 * rows, rows),
+            Proj::Down => (rows, 0),
+        };
+        let all = plain(&self.shards, name)?;
+        all.select_rows(expert * tall + first, 1, rows).map_err(|e| self.shards.fail(name, e))
+    }
+
+    fn tensor_name(&self, layer: usize, expert: usize, proj: Proj) -> (PathBuf, String) {
+        let (name, shown) = match self.packed(layer, proj) {
+            Some((name, _)) => (name.to_owned(), format!("{name}[{expert}]")),
+            None => {
+                let base = self.base(layer, expert, proj);
+                let packed = format!("{base}.weight_packed");
+                let name = if self.shards.get(&packed).is_some() { packed } else { format!("{base}.weight") };
+                (name.clone(), name)
+            }
+        };
+        (self.shards.file_of(&name), shown)
+    }
+
+    fn release(&self, layer: usize, expert: usize) {
+        for proj in Proj::ALL {
+            match self.packed(layer, proj) {
+                Some((name, t)) => self.shards.release(name, expert, t.shape.first().copied().unwrap_or(1)),
+                None => self.release_tensor(&format!("{}.weight", self.base(layer, expert, proj))),
+            }
+        }
+    }
+
+    fn release_tensor(&self, name: &str) {
+        self.shards.release(name, 0, 1);
+        if let Some(base) = name.strip_suffix(".weight") {
+            for suffix in ["weight_packed", "weight_scale", "weight_scale_inv"] {
+                self.shards.release(&format!("{base}.{suffix}"), 0, 1);
+            }
+        }
+    }
+
+    fn metadata(&self) -> &Metadata {
+        &self.config
+    }
+
+    fn routing(&self, layer: usize) -> Option<Routing> {
+        self.spec(layer, 0).ok().and(self.routing.clone())
+    }
+
+    fn tensors(&self) -> Vec<String> {
+        self.shards.tensors().keys().filter(|n| self.is_dense(n)).cloned().collect()
+    }
+
+    fn tensor(&self, name: &str) -> Result<Matrix> {
+        match name.strip_suffix(".weight") {
+            Some(base) => Ok(linear(&self.shards, base, None)?.1),
+            None => plain(&self.shards, name),
+        }
+    }
+
+    fn dense_bytes(&self) -> u64 {
+        self.shards.tensors().iter().filter(|(n, _)| self.is_dense(n)).map(|(_, t)| t.byte_len() as u64).sum()
+    }
+
+    fn side_file(&self, name: &str) -> Result<Option<Vec<u8>>> {
+        Ok(self.shards.read(name)?.map(|b| b.to_vec()))
+    }
+}

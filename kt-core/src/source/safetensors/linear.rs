@@ -1,0 +1,212 @@
+//! One linear layer: which format it is in, told by the tensors that stand next to each other.
+//!
+//! ```text
+//! X.weight BF16 F16 F32                                                       as is
+//! X.weight F8_E4M3   X.weight_scale_inv or .weight_scale [N/128, K/128]       FP8 blocks
+//!                                               … [N, 1] or [N]               FP8 per channel
+//! X.weight I8        X.weight_scale [N, 1], [N] or [N, K/g]                   INT8
+//! X.weight_packed I32 [N, K/8]   X.weight_scale [N, K/g]   X.weight_shape     INT4
+//!                     [N, K/4]                                                INT8 with offset 128
+//! ```
+
+use safetensors::Dtype;
+
+use super::shards::{Shards, Tensor};
+use crate::error::Result;
+use crate::format::{Format, Group, Matrix, ScaleType, fp8};
+
+/// The linear layer `base` (its name without `.weight`), and the name of the tensor that holds its codes.
+///
+/// `cols` is the number of inputs, where the caller knows it; otherwise packed formats read it from `weight_shape`, which is in
+/// the data part of the file.
+pub fn linear<'a>(shards: &'a Shards, base: &str, cols: Option<usize>) -> Result<(&'a str, Matrix)> {
+    let get = |suffix: &str| shards.get(&format!("{base}.{suffix}"));
+    refuse_unsupported(shards, base)?;
+    if let Some((name, codes)) = get("weight_packed") {
+        return packed(shards, base, name, codes, cols);
+    }
+    let Some((name, codes)) = get("weight") else {
+        return Err(shards.fail(&format!("{base}.weight"), "missing from the checkpoint, in any format"));
+    };
+    let (rows, cols) = dimensions(shards, name, codes)?;
+    let scales = || scales(shards, base, if get("weight_scale_inv").is_some() { "weight_scale_inv" } else { "weight_scale" });
+    let (format, scales) = match codes.dtype {
+        Dtype::F8_E4M3 => {
+            let (scale_name, scale) = scales()?;
+            let format = match scale.shape[..] {
+                _ if matches!(scale.dtype, Dtype::U8 | Dtype::F8_E8M0) => {
+                    return Err(shards.fail(name, "is in MXFP8 format, which is not supported yet"));
+                }
+                [n] | [n, 1] if n == rows => Format::Fp8Channel,
+                [r, c] if (r, c) == (rows.div_ceil(fp8::TILE), cols.div_ceil(fp8::TILE)) => Format::Fp8Block,
+                _ => {
+                    let what = format!(
+                        "has shape {:?}; FP8 weights [{rows}, {cols}] need a scale per row or per block of 128 x 128",
+                        scale.shape
+                    );
+                    return Err(shards.fail(scale_name, what));
+                }
+            };
+            (format, Some((scale_name, scale)))
+        }
+        Dtype::I8 => {
+            let (scale_name, scale) = scales()?;
+            (Format::Int8(group(shards, scale_name, scale, rows, cols)?), Some((scale_name, scale)))
+        }
+        Dtype::U8 => return Err(shards.fail(name, "has type U8 (NVFP4 or MXFP4), which is not supported yet")),
+        other => match plain_format(other) {
+            Some(format) => (format, None),
+            None => return Err(shards.fail(name, format!("has type {other:?}, which is not supported as a weight"))),
+        },
+    };
+    Ok((name, matrix(shards, format, (rows, cols), (name, codes), scales)?))
+}
+
+/// A tensor that stands for itself, in a floating-point type.
+pub fn plain(shards: &Shards, name: &str) -> Result<Matrix> {
+    let Some((name, t)) = shards.get(name) else {
+        return Err(shards.fail(name, "missing from the checkpoint"));
+    };
+    let Some(format) = plain_format(t.dtype) else {
+        return Err(shards.fail(name, format!("has type {:?}; F32, F16 and BF16 can be read", t.dtype)));
+    };
+    matrix(shards, format, dimensions(shards, name, t)?, (name, t), None)
+}
+
+/// Tensors beside the codes that mean a format which is not decoded here.
+fn refuse_unsupported(shards: &Shards, base: &str) -> Result<()> {
+    let has = |suffix: &str| shards.get(&format!("{base}.{suffix}")).is_some();
+    let refused = [
+        ("qweight", if has("g_idx") { "in GPTQ format" } else { "in AWQ or GPTQ format" }),
+        ("scale", "in MXFP4 format (as of DeepSeek-V4)"),
+        ("weight_zero_point", "asymmetric (it has zero points)"),
+        ("weight_g_idx", "in activation order"),
+        ("weight_global_scale", "in NVFP4 format"),
+        ("weight_scale_2", "in NVFP4 format"),
+    ];
+    match refused.into_iter().find(|(suffix, _)| has(suffix)) {
+        Some((suffix, what)) => {
+            Err(shards.fail(&format!("{base}.{suffix}"), format!("its matrix is {what}, which is not supported yet")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// compressed-tensors `pack-quantized`.
+fn packed<'a>(
+    shards: &'a Shards,
+    base: &str,
+    name: &'a str,
+    codes: &Tensor,
+    cols: Option<usize>,
+) -> Result<(&'a str, Matrix)> {
+    let (scale_name, scale) = scales(shards, base, "weight_scale")?;
+    if codes.dtype != Dtype::I32 {
+        let what = if scale.dtype == Dtype::F8_E4M3 { "NVFP4" } else { "MXFP4" };
+        return Err(shards.fail(name, format!("has type {:?} ({what}), which is not supported yet", codes.dtype)));
+    }
+    let (rows, words) = dimensions(shards, name, codes)?;
+    let shape_name = format!("{base}.weight_shape");
+    let Some((_, shape)) = shards.get(&shape_name) else {
+        return Err(shards.fail(&shape_name, "missing: packed weights need it"));
+    };
+    let cols = match cols {
+        Some(cols) => cols,
+        None => match stored_shape(shards, shape) {
+            Some([r, c]) if r == rows as i64 && c > 0 => c as usize,
+            found => {
+                return Err(shards.fail(&shape_name, format!("holds {found:?}, but the packed tensor has {rows} rows")));
+            }
+        },
+    };
+    let group = group(shards, scale_name, scale, rows, cols)?;
+    let format = match (words.checked_mul(8), words.checked_mul(4)) {
+        (Some(c), _) if c == cols => Format::Int4(group),
+        (_, Some(c)) if c == cols => Format::Int8Offset(group),
+        _ => {
+            let what = format!("has rows of {words} words for {cols} columns: neither 4 nor 8 bits each");
+            return Err(shards.fail(name, what));
+        }
+    };
+    Ok((name, matrix(shards, format, (rows, cols), (name, codes), Some((scale_name, scale)))?))
+}
+
+/// The two numbers of a `weight_shape`.
+fn stored_shape(shards: &Shards, t: &Tensor) -> Option<[i64; 2]> {
+    let bytes = shards.bytes(t);
+    match (t.dtype, &bytes[..]) {
+        (Dtype::I32, &[a, b, c, d, e, f, g, h]) => {
+            Some([[a, b, c, d], [e, f, g, h]].map(|v| i32::from_le_bytes(v).into()))
+        }
+        (Dtype::I64, both) if both.len() == 16 => {
+            let (rows, cols) = both.split_first_chunk()?;
+            Some([i64::from_le_bytes(*rows), i64::from_le_bytes(*cols.first_chunk()?)])
+        }
+        _ => None,
+    }
+}
+
+/// The scales of the codes beside them, of the type that [`matrix`] will check.
+fn scales<'a>(shards: &'a Shards, base: &str, suffix: &str) -> Result<(&'a str, &'a Tensor)> {
+    let name = format!("{base}.{suffix}");
+    shards.get(&name).ok_or_else(|| shards.fail(&name, "missing: the weight beside it is quantized and needs its scales"))
+}
+
+/// Columns per scale, from the shape of the scales.
+fn group(shards: &Shards, name: &str, t: &Tensor, rows: usize, cols: usize) -> Result<Group> {
+    let per_row = match t.shape[..] {
+        [n] if n == rows => 1,
+        [n, per_row] if n == rows && per_row > 0 => per_row,
+        _ => return Err(shards.fail(name, format!("has shape {:?}, expected {rows} rows of scales", t.shape))),
+    };
+    match u32::try_from(cols / per_row) {
+        _ if per_row == 1 => Ok(Group::Row),
+        Ok(g) if g > 0 && cols.is_multiple_of(per_row) => Ok(Group::Of(g)),
+        _ => Err(shards.fail(name, format!("has {per_row} scales a row, which do not divide {cols} columns"))),
+    }
+}
+
+fn matrix(
+    shards: &Shards,
+    format: Format,
+    (rows, cols): (usize, usize),
+    (name, codes): (&str, &Tensor),
+    scales: Option<(&str, &Tensor)>,
+) -> Result<Matrix> {
+    let scales = match scales {
+        None => None,
+        Some((scale_name, t)) => {
+            let kind = match t.dtype {
+                Dtype::F32 => ScaleType::F32,
+                Dtype::F16 => ScaleType::F16,
+                Dtype::BF16 => ScaleType::Bf16,
+                other => {
+                    let what = format!("has type {other:?}; scales of type F32, F16 and BF16 are supported");
+                    return Err(shards.fail(scale_name, what));
+                }
+            };
+            Some((shards.bytes(t), kind))
+        }
+    };
+    Matrix::new(format, rows, cols, shards.bytes(codes), scales).map_err(|e| shards.fail(name, e))
+}
+
+/// The format of a floating-point type.
+pub fn plain_format(dtype: Dtype) -> Option<Format> {
+    match dtype {
+        Dtype::F32 => Some(Format::F32),
+        Dtype::F16 => Some(Format::F16),
+        Dtype::BF16 => Some(Format::Bf16),
+        _ => None,
+    }
+}
+
+/// Rows and columns: the last dimension, and all others together.
+fn dimensions(shards: &Shards, name: &str, t: &Tensor) -> Result<(usize, usize)> {
+    if t.shape.contains(&0) {
+        return Err(shards.fail(name, format!("has shape {:?}: it is empty", t.shape)));
+    }
+    let cols = t.shape.last().copied().unwrap_or(1);
+    // No overflow: none is 0, and the header's check multiplied them all.
+    Ok((t.shape.iter().rev().skip(1).product(), cols))
+}

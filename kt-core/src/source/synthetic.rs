@@ -1,0 +1,572 @@
+//! A source of seeded random weights, of any shape and format, that stores none of them.
+//!
+//! Each matrix is made when asked for, from its seed, layer, expert and projection, so that a model of hundreds of gigabytes
+//! can be benchmarked without a checkpoint. Codes are drawn directly in the format: decoded values look like a normal
+//! distribution of standard deviation `1 / sqrt(cols)`, which keeps outputs of the size of inputs.
+
+use std::path::Path;
+use std::sync::LazyLock;
+
+use bytes::Bytes;
+
+use super::{Metadata, WeightSource};
+use crate::activation::{Activation, exp};
+use crate::error::{Error, Result};
+use crate::format::float::f32_to_bf16;
+use crate::format::fp8::{E4M3, f32_to_e4m3};
+use crate::format::{Format, Matrix, ScaleType, ggml};
+use crate::layer::{LayerSpec, Proj};
+use crate::quantize::scale_type;
+use crate::routing::{Routing, Rule};
+
+/// A [`WeightSource`] of random weights. The same builder gives the same bytes, on any machine.
+#[derive(Debug)]
+pub struct SyntheticSource {
+    layers: Vec<LayerSpec>,
+    metadata: Metadata,
+    seed: u64,
+}
+
+/// What a [`SyntheticSource`] shall be; start with [`SyntheticSource::builder`].
+#[derive(Debug, Clone)]
+pub struct SyntheticBuilder {
+    spec: LayerSpec,
+    layers: usize,
+    seed: u64,
+}
+
+impl SyntheticSource {
+    /// Starts with one BF16 layer of 8 experts, 2 of them per token, hidden and intermediate size 256, seed 0.
+    pub fn builder() -> SyntheticBuilder {
+        let spec = LayerSpec {
+            index: 0,
+            experts: 8,
+            top_k: 2,
+            hidden: 256,
+            intermediate: 256,
+            formats: [Format::Bf16; 3],
+            activation: Activation::SiluMul,
+            biases: false,
+        };
+        SyntheticBuilder { spec, layers: 1, seed: 0 }
+    }
+
+    fn spec(&self, layer: usize, expert: usize, proj: Proj) -> Result<&LayerSpec> {
+        let spec = self
+            .layers
+            .get(layer)
+            .ok_or_else(|| Error::NoSuchLayer { layer, known: format!("0..{}", self.layers.len()) })?;
+        if expert >= spec.experts {
+            let (file, tensor) = self.tensor_name(layer, expert, proj);
+            return Err(Error::tensor(file, tensor, format!("the layer has experts 0..{}", spec.experts)));
+        }
+        Ok(spec)
+    }
+
+    fn random(&self, layer: usize, expert: usize, part: usize) -> Random {
+        let mut random = Random(self.seed);
+        for key in [layer, expert, part] {
+            random = Random(random.next() ^ key as u64);
+        }
+        random
+    }
+}
+
+impl SyntheticBuilder {
+    /// Width of the hidden state.
+    pub fn hidden(mut self, hidden: usize) -> Self {
+        self.spec.hidden = hidden;
+        self
+    }
+
+    /// Width of an expert's intermediate state.
+    pub fn intermediate(mut self, intermediate: usize) -> Self {
+        self.spec.intermediate = intermediate;
+        self
+    }
+
+    /// Experts per layer.
+    pub fn experts(mut self, experts: usize) -> Self {
+        self.spec.experts = experts;
+        self
+    }
+
+    /// Experts per token.
+    pub fn top_k(mut self, top_k: usize) -> Self {
+        self.spec.top_k = top_k;
+        self
+    }
+
+    /// Number of layers, all alike.
+    pub fn layers(mut self, layers: usize) -> Self {
+        self.layers = layers;
+        self
+    }
+
+    /// One [`Format`] for all projections, or one each for gate, up and down.
+    pub fn format(mut self, formats: impl Into<[Format; 3]>) -> Self {
+        self.spec.formats = formats.into();
+        self
+    }
+
+    /// The rule between gate, up and down.
+    pub fn activation(mut self, activation: Activation) -> Self {
+        self.spec.activation = activation;
+        self
+    }
+
+    /// Whether projections have biases (of standard deviation 0.1).
+    pub fn biases(mut self, biases: bool) -> Self {
+        self.spec.biases = biases;
+        self
+    }
+
+    /// Another seed, other weights.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Checks sizes and makes the source.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: a size of 0, more experts per token than there are, or a shape that a format cannot have.
+    pub fn build(self) -> Result<SyntheticSource> {
+        let invalid = |what: String| Err(Error::Invalid(format!("synthetic source: {what}")));
+        let spec = &self.spec;
+        for (what, size) in [
+            ("hidden", spec.hidden),
+            ("intermediate", spec.intermediate),
+            ("experts", spec.experts),
+            ("top_k", spec.top_k),
+            ("layers", self.layers),
+        ] {
+            if size == 0 || size > i32::MAX as usize {
+                return invalid(format!("{what} is {size}"));
+            }
+        }
+        if spec.top_k > spec.experts {
+            return invalid(format!("top_k is {} of {} experts", spec.top_k, spec.experts));
+        }
+        for proj in Proj::ALL {
+            if let Err(e) = spec.format(proj).row_bytes(spec.shape(proj).1) {
+                return invalid(format!("{}: {e}", proj.name()));
+            }
+        }
+        let metadata = Metadata::HuggingFace(serde_json::json!({
+            "model_type": "synthetic",
+            "hidden_size": spec.hidden,
+            "moe_intermediate_size": spec.intermediate,
+            "num_experts": spec.experts,
+            "num_experts_per_tok": spec.top_k,
+            "num_hidden_layers": self.layers,
+        }));
+        let layers = (0..self.layers).map(|index| LayerSpec { index, ..spec.clone() }).collect();
+        Ok(SyntheticSource { layers, metadata, seed: self.seed })
+    }
+}
+
+impl WeightSource for SyntheticSource {
+    fn path(&self) -> &Path {
+        Path::new("synthetic")
+    }
+
+    fn layers(&self) -> &[LayerSpec] {
+        &self.layers
+    }
+
+    fn matrix(&self, layer: usize, expert: usize, proj: Proj) -> Result<Matrix> {
+        let spec = self.spec(layer, expert, proj)?;
+        let (rows, cols) = spec.shape(proj);
+        generate(self.random(layer, expert, proj.index()), spec.format(proj), rows, cols).map_err(|what| {
+            let (file, tensor) = self.tensor_name(layer, expert, proj);
+            Error::tensor(file, tensor, what)
+        })
+    }
+
+    fn bias(&self, layer: usize, expert: usize, proj: Proj) -> Result<Option<Vec<f32>>> {
+        let spec = self.spec(layer, expert, proj)?;
+        if !spec.biases {
+            return Ok(None);
+        }
+        let mut random = self.random(layer, expert, Proj::ALL.len() + proj.index());
+        Ok(Some((0..spec.shape(proj).0).map(|_| TABLES.normal[random.next() as usize % TABLE] * 0.1).collect()))
+    }
+
+    fn metadata(&self) -> &Metadata {
+        &self.metadata
+    }
+
+    fn routing(&self, layer: usize) -> Option<Routing> {
+        let spec = self.layers.get(layer)?;
+        Some(Routing { top_k: spec.top_k, rule: Rule::Softmax { renormalize: true }, scale: 1.0 })
+    }
+
+    fn tensors(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    fn tensor(&self, name: &str) -> Result<Matrix> {
+        Err(Error::tensor(self.path(), name, "synthetic weights are routed experts only"))
+    }
+
+    fn dense_bytes(&self) -> u64 {
+        0
+    }
+}
+
+/// SplitMix64: a counter and a mixing function, so that consecutive numbers do not wait for each other.
+struct Random(u64);
+
+impl Random {
+    #[inline(always)]
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ z >> 31
+    }
+
+    /// Fills `out` with entries of a table: five of 12 bits out of each number.
+    #[inline(always)]
+    fn fill<T: Copy>(&mut self, table: &[T; TABLE], out: &mut [T]) {
+        for chunk in out.chunks_mut(5) {
+            let mut bits = self.next();
+            for o in chunk {
+                *o = table[bits as usize % TABLE];
+                bits >>= 12;
+            }
+        }
+    }
+
+    /// A factor in 0.75..1.25, so that neighbouring scales differ.
+    #[inline(always)]
+    fn factor(&mut self) -> f32 {
+        0.75 + (self.next() >> 40) as f32 * (0.5 / (1u64 << 24) as f32)
+    }
+}
+
+/// Entries of a table: as many as 12 bits of a random number can pick.
+const TABLE: usize = 4096;
+
+/// Codes that a uniform random index turns into normally distributed values, and the standard deviation of those.
+struct Codes {
+    codes: [u8; TABLE],
+    deviation: f32,
+}
+
+impl Codes {
+    /// Codes `round(v * steps + offset)` in `0..=top`, which stand for the code minus `offset`.
+    fn new(normal: &[f32], steps: f32, offset: f32, top: f32) -> Self {
+        Self::of(normal, |v| {
+            let code = (v * steps + offset).round_ties_even().clamp(0.0, top);
+            (code as u8, code - offset)
+        })
+    }
+
+    /// `code` gives the code for a standard normal value, and what it stands for.
+    fn of(normal: &[f32], code: impl Fn(f32) -> (u8, f32)) -> Self {
+        let mut table = Codes { codes: [0; TABLE], deviation: 0.0 };
+        for (entry, &v) in table.codes.iter_mut().zip(normal) {
+            let (code, value) = code(v);
+            *entry = code;
+            table.deviation += value * value;
+        }
+        table.deviation = (table.deviation / normal.len() as f32).sqrt();
+        table
+    }
+
+    /// Two nibbles per byte.
+    fn nibbles(offset: f32) -> Self {
+        let one = Codes::new(&quantiles::<64>(), 2.9, offset, 15.0);
+        Codes { codes: std::array::from_fn(|i| one.codes[i % 64] | one.codes[i / 64] << 4), ..one }
+    }
+}
+
+/// The numbers below were chosen so that the largest of 4096 normal values (3.67) just fits the codes.
+struct Tables {
+    normal: [f32; TABLE],
+    fp8: Codes,
+    /// Signed bytes.
+    int8: Codes,
+    /// Pairs of nibbles, minus 8.
+    nibbles: Codes,
+    /// Pairs of nibbles, minus 7.5.
+    centred_nibbles: Codes,
+    /// 0..32, minus 15.5.
+    five_bits: Codes,
+    /// 0..64, minus 32.
+    six_bits: Codes,
+}
+
+static TABLES: LazyLock<Tables> = LazyLock::new(|| {
+    let normal = quantiles::<TABLE>();
+    let mut int8 = Codes::new(&normal, 34.0, 128.0, 255.0);
+    int8.codes = int8.codes.map(|c| c ^ 0x80);
+    Tables {
+        fp8: Codes::of(&normal, |v| {
+            let code = f32_to_e4m3(v * 100.0);
+            (code, E4M3[code as usize])
+        }),
+        int8,
+        nibbles: Codes::nibbles(8.0),
+        centred_nibbles: Codes::nibbles(7.5),
+        five_bits: Codes::new(&normal, 4.2, 15.5, 31.0),
+        six_bits: Codes::new(&normal, 8.6, 32.0, 63.0),
+        normal,
+    }
+});
+
+/// The middles of `N` equally likely ranges of the standard normal distribution, rising.
+///
+/// Found by adding up the density, in operations that every machine rounds alike.
+fn quantiles<const N: usize>() -> [f32; N] {
+    let mut out = [0.0; N];
+    let (step, density) = (1.0 / 2048.0, |x: f64| 0.398_942_280_401_432_7 * exp((-0.5 * x * x) as f32) as f64);
+    let (mut x, mut area) = (0.0, 0.5);
+    for i in N / 2..N {
+        let p = (i as f64 + 0.5) / N as f64;
+        let mut slab = density(x + step / 2.0) * step;
+        while area + slab < p {
+            area += slab;
+            x += step;
+            slab = density(x + step / 2.0) * step;
+        }
+        out[i] = (x + step * (p - area) / slab) as f32;
+        out[N - 1 - i] = -out[i];
+    }
+    out
+}
+
+/// Random codes and scales of a matrix.
+fn generate(mut random: Random, format: Format, rows: usize, cols: usize) -> Result<Matrix, String> {
+    let deviation = 1.0 / (cols as f32).sqrt();
+    let t = &*TABLES;
+    let size = rows.checked_mul(format.row_bytes(cols)?).ok_or("shape overflows")?;
+    let (codes, separate) = match format {
+        Format::F32 => (floats(&mut random, rows * cols, |v| (v * deviation).to_le_bytes()), None),
+        Format::F16 => (floats(&mut random, rows * cols, |v| f16(v * deviation)), None),
+        Format::Bf16 => (floats(&mut random, rows * cols, |v| f32_to_bf16(v * deviation).to_le_bytes()), None),
+        Format::Fp8Block | Format::Fp8Channel => (bytes(&mut random, size, &t.fp8), Some(&t.fp8)),
+        Format::Int8(_) => (bytes(&mut random, size, &t.int8), Some(&t.int8)),
+        Format::Int8Offset(_) => {
+            let mut codes = bytes(&mut random, size, &t.int8);
+            codes.iter_mut().for_each(|c| *c ^= 0x80);
+            (codes, Some(&t.int8))
+        }
+        Format::Int4(_) => (bytes(&mut random, size, &t.nibbles), Some(&t.nibbles)),
+        Format::Q8_0 | Format::Q4_0 | Format::Q4K | Format::Q5K | Format::Q6K => {
+            let mut codes = vec![0; size];
+            match format {
+                Format::Q8_0 => {
+                    blocks(&mut codes, |b| simple::<{ ggml::Q8_0_BYTES }>(&mut random, b, &t.int8, deviation))
+                }
+                Format::Q4_0 => {
+                    blocks(&mut codes, |b| simple::<{ ggml::Q4_0_BYTES }>(&mut random, b, &t.nibbles, deviation))
+                }
+                Format::Q4K => blocks(&mut codes, |b: &mut [u8; ggml::Q4K_BYTES]| {
+                    b[..16].copy_from_slice(&with_minima(&mut random, 7.5, deviation / t.centred_nibbles.deviation));
+                    random.fill(&t.centred_nibbles.codes, &mut b[16..]);
+                }),
+                Format::Q5K => blocks(&mut codes, |b: &mut [u8; ggml::Q5K_BYTES]| {
+                    b[..16].copy_from_slice(&with_minima(&mut random, 15.5, deviation / t.five_bits.deviation));
+                    let mut q = [0; ggml::K_COLS];
+                    random.fill(&t.five_bits.codes, &mut q);
+                    ggml::q5k_pack_codes(&q, b);
+                }),
+                _ => blocks(&mut codes, |b| q6k(&mut random, b, deviation)),
+            }
+            (codes, None)
+        }
+    };
+    let scales = separate.map(|table| {
+        let (r, c) = format.scale_shape(rows, cols).unwrap_or((0, 0));
+        let kind = scale_type(format);
+        let mut out = Vec::with_capacity(r * c * kind.bytes());
+        for _ in 0..r * c {
+            let scale = deviation / table.deviation * random.factor();
+            match kind {
+                ScaleType::F32 => out.extend_from_slice(&scale.to_le_bytes()),
+                ScaleType::F16 => out.extend_from_slice(&f16(scale)),
+                ScaleType::Bf16 => out.extend_from_slice(&f32_to_bf16(scale).to_le_bytes()),
+            }
+        }
+        (Bytes::from(out), kind)
+    });
+    Matrix::new(format, rows, cols, Bytes::from(codes), scales)
+}
+
+fn floats<const N: usize>(random: &mut Random, count: usize, code: impl Fn(f32) -> [u8; N]) -> Vec<u8> {
+    let mut out = vec![[0; N]; count];
+    random.fill(&TABLES.normal.map(code), &mut out);
+    out.into_flattened()
+}
+
+fn bytes(random: &mut Random, count: usize, table: &Codes) -> Vec<u8> {
+    let mut out = vec![0; count];
+    random.fill(&table.codes, &mut out);
+    out
+}
+
+fn f16(v: f32) -> [u8; 2] {
+    half::f16::from_f32(v).to_le_bytes()
+}
+
+fn blocks<const BYTES: usize>(codes: &mut [u8], mut block: impl FnMut(&mut [u8; BYTES])) {
+    codes.as_chunks_mut().0.iter_mut().for_each(&mut block);
+}
+
+/// A block of `d` and codes that stand for themselves.
+fn simple<const BYTES: usize>(random: &mut Random, block: &mut [u8; BYTES], table: &Codes, deviation: f32) {
+    block[..2].copy_from_slice(&f16(deviation / table.deviation * random.factor()));
+    random.fill(&table.codes, &mut block[2..]);
+}
+
+/// The scales of a Q4_K or Q5_K block whose codes have their middle at `centre`; `unit` is the mean of `d * scale`.
+fn with_minima(random: &mut Random, centre: f32, unit: f32) -> [u8; 16] {
+    // Root mean square of the scales 32..=62.
+    let d = unit / 47.84 * random.factor();
+    let scales = random.next().to_le_bytes().map(|b| 32 + ((b as u16 * 31) >> 8) as u8);
+    // With minimum = scale and dmin = centre * d the mean is 0; minima one off move it by a twentieth of a deviation.
+    let moves = random.next().to_le_bytes();
+    let mins = std::array::from_fn(|g| scales[g] + moves[g] % 3 - 1);
+    let mut header = [0; 16];
+    header[..2].copy_from_slice(&f16(d));
+    header[2..4].copy_from_slice(&f16(d * centre));
+    header[4..].copy_from_slice(&ggml::q4k_pack_scales(&scales, &mins));
+    header
+}
+
+fn q6k(random: &mut Random, block: &mut [u8; ggml::Q6K_BYTES], deviation: f32) {
+    let mut q = [0; ggml::K_COLS];
+    random.fill(&TABLES.six_bits.codes, &mut q);
+    ggml::q6k_pack_codes(&q, block);
+    // Scales of either sign, 96..=127 in size; 111.9 is their root mean square.
+    for scales in block[192..208].as_chunks_mut::<8>().0 {
+        for (scale, b) in scales.iter_mut().zip(random.next().to_le_bytes()) {
+            let size = 96 + (b & 31) as i8;
+            *scale = (if b & 32 == 0 { size } else { -size }) as u8;
+        }
+    }
+    block[208..].copy_from_slice(&f16(deviation / TABLES.six_bits.deviation / 111.9 * random.factor()));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::Group;
+
+    const FORMATS: [Format; 16] = [
+        Format::F32,
+        Format::F16,
+        Format::Bf16,
+        Format::Fp8Block,
+        Format::Fp8Channel,
+        Format::Int8(Group::Row),
+        Format::Int8(Group::Of(32)),
+        Format::Int8Offset(Group::Row),
+        Format::Int8Offset(Group::Of(16)),
+        Format::Int4(Group::Row),
+        Format::Int4(Group::Of(32)),
+        Format::Q8_0,
+        Format::Q4_0,
+        Format::Q4K,
+        Format::Q5K,
+        Format::Q6K,
+    ];
+
+    fn moments(values: &[f32]) -> (f64, f64) {
+        let n = values.len() as f64;
+        let mean = values.iter().map(|&v| v as f64).sum::<f64>() / n;
+        (mean, (values.iter().map(|&v| (v as f64 - mean).powi(2)).sum::<f64>() / n).sqrt())
+    }
+
+    #[test]
+    fn every_format_decodes_to_normal_values_of_the_right_size() {
+        let shapes = [(96, 704), (704, 96), (512, 256), (130, 192), (256, 768)];
+        let mut seen = Vec::new();
+        for format in FORMATS {
+            for (intermediate, hidden) in shapes {
+                let source =
+                    SyntheticSource::builder().hidden(hidden).intermediate(intermediate).format(format).build();
+                let Ok(source) = source else {
+                    assert!(format.row_bytes(hidden).is_err() || format.row_bytes(intermediate).is_err());
+                    continue;
+                };
+                seen.push(format);
+                for proj in Proj::ALL {
+                    let m = source.matrix(0, 3, proj).unwrap();
+                    assert_eq!((m.rows(), m.cols()), source.layers()[0].shape(proj));
+                    m.check_scales().unwrap();
+                    let values = m.decode();
+                    let target = 1.0 / (m.cols() as f64).sqrt();
+                    let (mean, deviation) = moments(&values);
+                    let ratio = deviation / target;
+                    assert!((0.85..1.15).contains(&ratio), "{format} {proj:?} {hidden}: {ratio}");
+                    assert!(mean.abs() < 0.05 * target, "{format} {proj:?} {hidden}: mean {mean}");
+                    // A normal distribution has 4.55 % of its values beyond two deviations.
+                    let far = values.iter().filter(|v| (v.abs() as f64) > 2.0 * deviation).count();
+                    let share = far as f64 / values.len() as f64;
+                    assert!((0.025..0.07).contains(&share), "{format} {proj:?} {hidden}: {share}");
+                }
+            }
+        }
+        seen.dedup();
+        assert_eq!(seen, FORMATS, "each format fits at least one of the shapes");
+    }
+
+    #[test]
+    fn the_seed_decides_and_no_two_matrices_are_equal() {
+        let build = |seed| SyntheticSource::builder().layers(2).experts(3).biases(true).seed(seed).build().unwrap();
+        for format in FORMATS {
+            let one = SyntheticSource::builder().format(format).build().unwrap();
+            let two = SyntheticSource::builder().format(format).build().unwrap();
+            let (a, b) = (one.matrix(0, 1, Proj::Up).unwrap(), two.matrix(0, 1, Proj::Up).unwrap());
+            assert_eq!(a.codes(), b.codes());
+            assert_eq!(a.scales().map(|s| s.bytes()), b.scales().map(|s| s.bytes()));
+        }
+        let mut seen = std::collections::HashSet::new();
+        let mut count = 0;
+        for seed in [0, 1, u64::MAX] {
+            let source = build(seed);
+            for (layer, expert) in (0..2).flat_map(|l| (0..3).map(move |e| (l, e))) {
+                for proj in Proj::ALL {
+                    seen.insert(source.matrix(layer, expert, proj).unwrap().codes().to_vec());
+                    let bias = source.bias(layer, expert, proj).unwrap().unwrap();
+                    assert_eq!(bias, build(seed).bias(layer, expert, proj).unwrap().unwrap());
+                    seen.insert(bytemuck::cast_slice(&bias).to_vec());
+                    count += 2;
+                }
+            }
+        }
+        assert_eq!(seen.len(), count);
+    }
+
+    #[test]
+    fn fp8_codes_are_never_nan() {
+        assert!(TABLES.fp8.codes.iter().all(|c| c & 0x7f != 0x7f));
+    }
+
+    #[test]
+    fn quantiles_are_those_of_a_normal_distribution() {
+        let q = quantiles::<TABLE>();
+        // 97.5 % lie below 1.96, 99.98779 % (the last of 4096) below 3.6697.
+        assert!((q[3993] - 1.959).abs() < 0.003 && (q[4095] - 3.6697).abs() < 0.003, "{} {}", q[3993], q[4095]);
+        assert!(q.is_sorted() && q[0] == -q[4095]);
+    }
+
+    #[test]
+    fn impossible_sources_are_refused_with_a_reason() {
+        let message = |b: SyntheticBuilder| b.build().unwrap_err().to_string();
+        let b = SyntheticSource::builder;
+        assert!(message(b().hidden(704).format(Format::Q4K)).contains("gate"));
+        assert!(message(b().intermediate(704).format([Format::Q4K, Format::Q4K, Format::Q6K])).contains("down: Q6_K"));
+        assert!(message(b().hidden(0)).contains("hidden is 0"));
+        assert!(message(b().top_k(9)).contains("9 of 8"));
+        let source = b().build().unwrap();
+        assert!(matches!(source.matrix(1, 0, Proj::Up), Err(Error::NoSuchLayer { layer: 1, .. })));
+        assert!(source.matrix(0, 8, Proj::Up).unwrap_err().to_string().contains("expert 8"));
+        assert!(source.tensor("x").is_err() && source.bias(0, 0, Proj::Up).unwrap().is_none());
+        source.routing(0).unwrap().check(8).unwrap();
+    }
+}

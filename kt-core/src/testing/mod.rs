@@ -1,0 +1,440 @@
+//! What a backend is tested against: a naive model, awkward shapes, named bounds, and the conformance suite that a backend
+//! joins in one line:
+//!
+//! ```ignore
+//! #[test]
+//! fn conformance() {
+//!     kt_core::testing::conformance(my_backend::backend);
+//! }
+//! ```
+//!
+//! Two environment variables switch tests only: `KT_ISA=avx512` caps the tier, `KT_REQUIRE=avx512bf16,amx` turns a tier
+//! that would be skipped into a failure.
+
+mod naive;
+
+use std::sync::Arc;
+
+use crate::activation::Activation;
+use crate::backend::{Backend, ExpertBank, Fit, LoadContext, Progress};
+use crate::cpu::input::InputLayout;
+use crate::cpu::team::Team;
+use crate::cpu::tier::Tier;
+use crate::error::Unsupported;
+use crate::format::{Format, Group};
+use crate::scheduler::{self, Home};
+use crate::source::WeightSource;
+use crate::source::synthetic::{SyntheticBuilder, SyntheticSource};
+use crate::work::{Hidden, Work};
+
+pub use naive::Naive;
+
+/// Deterministic random numbers (splitmix64): for test data, not for statistics.
+#[derive(Debug, Clone)]
+pub struct Random(pub u64);
+
+impl Random {
+    /// The next 64 bits.
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number below `n`.
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.bits() % n.max(1) as u64) as usize
+    }
+
+    /// Uniform in 0..1.
+    pub fn uniform(&mut self) -> f32 {
+        (self.bits() >> 40) as f32 / (1u64 << 24) as f32
+    }
+
+    /// About normal: mean 0, deviation 1.
+    pub fn normal(&mut self) -> f32 {
+        (0..12).map(|_| self.uniform()).sum::<f32>() - 6.0
+    }
+}
+
+/// Every format that this build knows, with the group sizes that checkpoints use.
+pub const FORMATS: [Format; 19] = [
+    Format::F32,
+    Format::F16,
+    Format::Bf16,
+    Format::Fp8Block,
+    Format::Fp8Channel,
+    Format::Int8(Group::Row),
+    Format::Int8(Group::Of(32)),
+    Format::Int8(Group::Of(128)),
+    Format::Int8Offset(Group::Row),
+    Format::Int8Offset(Group::Of(128)),
+    Format::Int4(Group::Row),
+    Format::Int4(Group::Of(32)),
+    Format::Int4(Group::Of(64)),
+    Format::Int4(Group::Of(128)),
+    Format::Q8_0,
+    Format::Q4_0,
+    Format::Q4K,
+    Format::Q5K,
+    Format::Q6K,
+];
+
+/// (hidden, intermediate, experts): one below, at and above tiles and blocks, and what real models have.
+pub const SHAPES: [(usize, usize, usize); 6] =
+    [(256, 256, 4), (96, 160, 3), (704, 96, 2), (128, 1408, 2), (2880, 64, 1), (1024, 768, 5)];
+
+/// Largest allowed mean |difference| / mean |reference| over a whole MoE block, from how inputs are rounded.
+///
+/// F32 sums in another order than the reference: 1e-5. BF16 keeps 8 bits: 0.2 % per input, three products. int8 with a scale
+/// per 32 rounds by about 0.5 % of the input's deviation, with one per 128 by 0.6 % and more where gate x up has outliers.
+pub fn bound(fit: &Fit) -> f64 {
+    fit.inputs
+        .iter()
+        .map(|layout| match layout {
+            InputLayout::F32 => 1e-5,
+            InputLayout::Bf16 => 0.005,
+            InputLayout::Int8 { group } if *group <= 32 => 0.012,
+            InputLayout::Int8 { .. } => 0.02,
+        })
+        .fold(0.0, f64::max)
+}
+
+/// The tiers to test: those this CPU has, up to `KT_ISA`. Says which are skipped, and fails for those in `KT_REQUIRE`.
+pub fn tiers() -> Vec<Tier> {
+    let cap = match std::env::var("KT_ISA") {
+        Ok(name) => name.parse().unwrap_or_else(|e| panic!("KT_ISA: {e}")),
+        Err(_) => Tier::Amx,
+    };
+    let required = std::env::var("KT_REQUIRE").unwrap_or_default();
+    for tier in Tier::ALL {
+        let missing = tier.missing();
+        if !missing.is_empty() {
+            let text = format!("tier {tier}: this CPU lacks {}", missing.join(", "));
+            assert!(!required.split(',').any(|r| r == tier.name()), "{text}, but KT_REQUIRE names it");
+            eprintln!("skipped {text}");
+        } else if tier > cap {
+            eprintln!("skipped tier {tier}: above KT_ISA={cap}");
+        }
+    }
+    Tier::all_available(cap)
+}
+
+/// Routings that have broken kernels before: name, tokens, top_k, ids.
+fn routings(experts: usize, many_rows: bool, random: &mut Random) -> Vec<(&'static str, usize, usize, Vec<i32>)> {
+    let mut any = |n: usize| -> Vec<i32> { (0..n).map(|_| random.below(experts) as i32).collect() };
+    let mut cases = vec![
+        ("no token", 0, 2, vec![]),
+        ("one token", 1, 2, any(2)),
+        ("an expert chosen twice", 1, 2, vec![0, 0]),
+        ("a token without experts", 2, 2, vec![-1, -1, 0, -1]),
+        ("seven tokens", 7, 2, any(14)),
+        ("all tokens on one expert", 33, 1, vec![experts as i32 - 1; 33]),
+    ];
+    if many_rows {
+        cases.push(("more rows than a task takes", 261, 1, vec![0; 261]));
+    }
+    cases
+}
+
+/// How far one or two tokens may lie above the mean error of many: int8 rounding of groups of 32 gives 0.011 on average and
+/// up to 0.0137 for a single token of normal data (measured in f64, without any kernel).
+const SCATTER: f64 = 1.35;
+
+struct Case<'a> {
+    bank: &'a dyn ExpertBank,
+    naive: &'a Naive,
+    experts: usize,
+    bound: f64,
+    many_rows: bool,
+}
+
+fn work(input: &Hidden, tokens: usize, hidden: usize, ids: &[i32], weights: &[f32], top_k: usize, experts: usize) -> Work {
+    let homes: Vec<Home> = (0..experts as u32).map(|local| Home { bank: 0, local }).collect();
+    let share = scheduler::split(ids, weights, top_k, &homes, 1).remove(0);
+    Work {
+        input: Arc::new(input.clone()),
+        tokens,
+        hidden,
+        rows: share.rows,
+        experts: share.experts,
+        output: vec![0.0; tokens * hidden],
+    }
+}
+
+impl Case<'_> {
+    /// Runs every routing, some with BF16 inputs too; collects what is wrong. The bound holds for all tokens together; the few
+    /// tokens of one routing scatter around the mean, so each alone is held to [`SCATTER`] times the bound.
+    fn check(&self, label: &str, failures: &mut Vec<String>) {
+        let hidden = self.naive.hidden();
+        let (mut all_want, mut all_got) = (Vec::new(), Vec::new());
+        let mut random = Random(7);
+        for (name, tokens, top_k, ids) in routings(self.experts, self.many_rows, &mut random) {
+            let values: Vec<f32> = (0..tokens * hidden).map(|_| random.normal()).collect();
+            let narrow: Vec<half::bf16> = values.iter().map(|&v| half::bf16::from_f32(v)).collect();
+            let weights: Vec<f32> = ids.iter().map(|_| random.uniform()).collect();
+            let inputs = [Some(Hidden::F32(values)), (tokens < 8).then_some(Hidden::Bf16(narrow))];
+            for input in inputs.into_iter().flatten() {
+                let got = match self.bank.submit(work(&input, tokens, hidden, &ids, &weights, top_k, self.experts)).wait() {
+                    Ok(work) => work.output,
+                    Err(e) => {
+                        failures.push(format!("{label}, {name}: {e}"));
+                        continue;
+                    }
+                };
+                let want = self.naive.forward(&input, tokens, &ids, &weights, top_k);
+                let (error, bound) = (mean_error(&want, &got), self.bound * SCATTER);
+                if error.is_nan() || error > bound {
+                    failures.push(format!("{label}, {name}: error {error:.6}, bound {bound}"));
+                }
+                all_want.extend(want);
+                all_got.extend(got);
+            }
+        }
+        let error = mean_error(&all_want, &all_got);
+        if error.is_nan() || error > self.bound {
+            failures.push(format!("{label}, all tokens: error {error:.6}, bound {}", self.bound));
+        }
+    }
+
+    /// A token with a NaN or an infinity is NaN; its neighbours are untouched.
+    fn check_poison(&self, label: &str, failures: &mut Vec<String>) {
+        let (hidden, tokens) = (self.naive.hidden(), 3);
+        let mut random = Random(9);
+        let clean: Vec<f32> = (0..tokens * hidden).map(|_| random.normal()).collect();
+        let ids = vec![0; tokens];
+        let weights = vec![1.0; tokens];
+        let run = |values: &[f32]| {
+            let input = Hidden::F32(values.to_vec());
+            self.bank.run(work(&input, tokens, hidden, &ids, &weights, 1, self.experts)).map(|w| w.output)
+        };
+        for bad in [f32::NAN, f32::INFINITY] {
+            let mut values = clean.clone();
+            values[hidden + hidden / 2] = bad;
+            match (run(&clean), run(&values)) {
+                (Ok(a), Ok(b)) => {
+                    if a[..hidden] != b[..hidden] || a[2 * hidden..] != b[2 * hidden..] {
+                        failures.push(format!("{label}: {bad} in one token changed another"));
+                    }
+                    if b[hidden..2 * hidden].iter().any(|v| v.is_finite()) {
+                        failures.push(format!("{label}: {bad} in a token gave finite outputs"));
+                    }
+                }
+                (Err(e), _) | (_, Err(e)) => failures.push(format!("{label}: {e}")),
+            }
+        }
+    }
+}
+
+/// mean |difference| / mean |reference|; 0 for empty outputs, infinite when a zero reference is missed.
+pub fn mean_error(want: &[f64], got: &[f32]) -> f64 {
+    if want.len() != got.len() {
+        return f64::INFINITY;
+    }
+    let difference: f64 = want.iter().zip(got).map(|(w, g)| (w - *g as f64).abs()).sum();
+    let reference: f64 = want.iter().map(|w| w.abs()).sum();
+    if difference == 0.0 { 0.0 } else { difference / reference }
+}
+
+fn load(backend: &dyn Backend, source: &SyntheticSource, experts: &[u32], threads: usize) -> crate::Result<Box<dyn ExpertBank>> {
+    let context = LoadContext { team: Team::oversubscribed(threads)?, progress: Arc::<Progress>::default() };
+    backend.load(&source.layers()[0], experts, source, &context)
+}
+
+fn synthetic(format: Format, (hidden, intermediate, experts): (usize, usize, usize)) -> SyntheticBuilder {
+    SyntheticSource::builder()
+        .hidden(hidden)
+        .intermediate(intermediate)
+        .experts(experts)
+        .top_k(2.min(experts))
+        .layers(1)
+        .format(format)
+        .seed(42)
+}
+
+/// The conformance suite. For every tier of this CPU, every format and awkward shape that the backend takes: accuracy within
+/// [`bound`], NaN contained, the same bits for 1, 2 and 3 threads, two banks together equal to one, biases and every
+/// activation, refusals with a reason.
+///
+/// # Panics
+/// With all failures, collected; or when the backend runs here and takes no format at all.
+pub fn conformance<B: Backend>(backend: impl Fn(Tier) -> Result<B, Unsupported>) {
+    let mut failures = Vec::new();
+    let mut last_tier = String::new();
+    let (mut built, mut ran) = (false, 0);
+    for tier in tiers() {
+        let backend = match backend(tier) {
+            Ok(b) => b,
+            Err(why) => {
+                eprintln!("not at {tier}: {why}");
+                continue;
+            }
+        };
+        built = true;
+        let mut declined = Vec::new();
+        let mut label_tier = String::new();
+        for format in FORMATS {
+            let mut accepted = false;
+            for shape in SHAPES {
+                let (hidden, intermediate, experts) = shape;
+                if format.row_bytes(hidden).is_err() || format.row_bytes(intermediate).is_err() {
+                    continue;
+                }
+                let source = match synthetic(format, shape).build() {
+                    Ok(s) => s,
+                    Err(e) => {
+                        failures.push(format!("{format} {shape:?}: synthetic source: {e}"));
+                        continue;
+                    }
+                };
+                let fit = match backend.probe(&source.layers()[0]) {
+                    Ok(fit) => fit,
+                    Err(why) => {
+                        if why.0.is_empty() {
+                            failures.push(format!("{format}: declined without a reason"));
+                        }
+                        if !declined.contains(&why.0) {
+                            declined.push(why.0);
+                        }
+                        continue;
+                    }
+                };
+                if fit.tier == last_tier {
+                    continue; // a lower tier under another cap: tested already
+                }
+                (accepted, label_tier) = (true, fit.tier.clone());
+                ran += 1;
+                let label = format!("{} {} {format} {hidden}x{intermediate}", backend.name(), fit.tier);
+                let all: Vec<u32> = (0..experts as u32).collect();
+                let bank = match load(&backend, &source, &all, 2) {
+                    Ok(bank) => bank,
+                    Err(e) => {
+                        failures.push(format!("{label}: load: {e}"));
+                        continue;
+                    }
+                };
+                if bank.packed_bytes() != fit.packed_bytes {
+                    failures.push(format!("{label}: packed {} bytes, probe said {}", bank.packed_bytes(), fit.packed_bytes));
+                }
+                let naive = Naive::new(&source);
+                let many_rows = shape == SHAPES[0];
+                let case = Case { bank: &*bank, naive: &naive, experts, bound: bound(&fit), many_rows };
+                case.check(&label, &mut failures);
+                case.check_poison(&label, &mut failures);
+                if many_rows {
+                    same_bits(&backend, &source, &label, &mut failures);
+                    two_banks(&backend, &source, &naive, bound(&fit), &label, &mut failures);
+                    activations(&backend, format, shape, bound(&fit), &label, &mut failures);
+                }
+            }
+            if accepted {
+                eprintln!("{} {label_tier} {format}: ran", backend.name());
+            }
+        }
+        for why in declined {
+            eprintln!("{} at {tier} declines: {why}", backend.name());
+        }
+        if !label_tier.is_empty() {
+            last_tier = label_tier;
+        }
+    }
+    assert!(ran > 0 || !built, "the backend runs on this CPU and took no format at all");
+    if !built {
+        eprintln!("skipped: the backend has no kernel for any tier that is tested here");
+    }
+    assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
+}
+
+fn same_bits(backend: &dyn Backend, source: &SyntheticSource, label: &str, failures: &mut Vec<String>) {
+    let spec = &source.layers()[0];
+    let (hidden, experts, tokens) = (spec.hidden, spec.experts, 37);
+    let mut random = Random(3);
+    let input = Hidden::F32((0..tokens * hidden).map(|_| random.normal()).collect());
+    let ids: Vec<i32> = (0..tokens * 2).map(|_| random.below(experts) as i32).collect();
+    let weights: Vec<f32> = ids.iter().map(|_| random.uniform()).collect();
+    let all: Vec<u32> = (0..experts as u32).collect();
+    let mut first: Option<Vec<f32>> = None;
+    for threads in 1..=3 {
+        let output = load(backend, source, &all, threads)
+            .and_then(|bank| bank.run(work(&input, tokens, hidden, &ids, &weights, 2, experts)))
+            .map(|w| w.output);
+        match (output, &first) {
+            (Err(e), _) => failures.push(format!("{label}, {threads} threads: {e}")),
+            (Ok(output), None) => first = Some(output),
+            (Ok(output), Some(first)) => {
+                if output != *first {
+                    failures.push(format!("{label}: {threads} threads give other bits than 1"));
+                }
+            }
+        }
+    }
+}
+
+fn two_banks(
+    backend: &dyn Backend,
+    source: &SyntheticSource,
+    naive: &Naive,
+    bound: f64,
+    label: &str,
+    failures: &mut Vec<String>,
+) {
+    let spec = &source.layers()[0];
+    let (hidden, tokens) = (spec.hidden, 9);
+    let split: [Vec<u32>; 2] = [vec![0, 2], vec![1, 3]];
+    let homes: Vec<Home> = (0..4u32).map(|e| Home { bank: e % 2, local: e / 2 }).collect();
+    let mut random = Random(5);
+    let input = Hidden::F32((0..tokens * hidden).map(|_| random.normal()).collect());
+    let ids: Vec<i32> = (0..tokens * 2).map(|_| random.below(4) as i32).collect();
+    let weights: Vec<f32> = ids.iter().map(|_| random.uniform()).collect();
+    let mut sum = vec![0f32; tokens * hidden];
+    for (experts, share) in split.iter().zip(scheduler::split(&ids, &weights, 2, &homes, 2)) {
+        let work = Work {
+            input: Arc::new(input.clone()),
+            tokens,
+            hidden,
+            rows: share.rows,
+            experts: share.experts,
+            output: vec![0.0; tokens * hidden],
+        };
+        match load(backend, source, experts, 2).and_then(|bank| bank.run(work)) {
+            Ok(work) => sum.iter_mut().zip(work.output).for_each(|(s, v)| *s += v),
+            Err(e) => failures.push(format!("{label}, two banks: {e}")),
+        }
+    }
+    let error = mean_error(&naive.forward(&input, tokens, &ids, &weights, 2), &sum);
+    let bound = bound * SCATTER;
+    if error.is_nan() || error > bound {
+        failures.push(format!("{label}, two banks: error {error:.6}, bound {bound}"));
+    }
+}
+
+fn activations(
+    backend: &dyn Backend,
+    format: Format,
+    shape: (usize, usize, usize),
+    bound: f64,
+    label: &str,
+    failures: &mut Vec<String>,
+) {
+    let rules = [Activation::ClampedSiluMul { limit: 0.5 }, Activation::GptOss { alpha: 1.702, limit: 1.0 }];
+    for rule in rules {
+        let source = match synthetic(format, shape).activation(rule).biases(true).build() {
+            Ok(s) => s,
+            Err(e) => {
+                failures.push(format!("{label}: synthetic source: {e}"));
+                continue;
+            }
+        };
+        let all: Vec<u32> = (0..shape.2 as u32).collect();
+        match load(backend, &source, &all, 2) {
+            Ok(bank) => {
+                let naive = Naive::new(&source);
+                let case = Case { bank: &*bank, naive: &naive, experts: shape.2, bound, many_rows: false };
+                case.check(&format!("{label} {rule:?}"), failures);
+            }
+            Err(e) => failures.push(format!("{label} {rule:?}: load: {e}")),
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! The share of a batch that one bank gets.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use half::bf16;
+
+/// Rows of numbers as the caller has them: F32 or BF16.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Hidden {
+    /// Single precision.
+    F32(Vec<f32>),
+    /// BF16.
+    Bf16(Vec<bf16>),
+}
+
+impl Hidden {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Hidden::F32(v) => v.len(),
+            Hidden::Bf16(v) => v.len(),
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Copies elements `range` into `out` as F32.
+    #[inline]
+    pub fn read(&self, range: Range<usize>, out: &mut [f32]) {
+        match self {
+            Hidden::F32(v) => out.copy_from_slice(&v[range]),
+            Hidden::Bf16(v) => {
+                for (o, b) in out.iter_mut().zip(&v[range]) {
+                    *o = b.to_f32();
+                }
+            }
+        }
+    }
+}
+
+impl From<Vec<f32>> for Hidden {
+    fn from(v: Vec<f32>) -> Self {
+        Hidden::F32(v)
+    }
+}
+
+impl From<Vec<bf16>> for Hidden {
+    fn from(v: Vec<bf16>) -> Self {
+        Hidden::Bf16(v)
+    }
+}
+
+/// One (token, expert) pair.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Row {
+    /// Row of the batch.
+    pub token: u32,
+    /// Routing weight.
+    pub weight: f32,
+}
+
+/// The rows of one expert.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExpertRows {
+    /// Index of the expert within its bank.
+    pub local: u32,
+    /// Range of [`Work::rows`], by rising token; never empty.
+    pub rows: Range<usize>,
+}
+
+/// The share of a batch that one bank gets, grouped by expert. It owns or shares all it needs, so that it can outlive the call
+/// that made it.
+#[derive(Debug, Clone)]
+pub struct Work {
+    /// Hidden states `[tokens, hidden]`, shared by the banks of a layer.
+    pub input: Arc<Hidden>,
+    /// Rows of the batch.
+    pub tokens: usize,
+    /// Width of the hidden state.
+    pub hidden: usize,
+    /// (token, weight) pairs, grouped by expert.
+    pub rows: Vec<Row>,
+    /// Groups by rising local expert.
+    pub experts: Vec<ExpertRows>,
+    /// `[tokens, hidden]`: the bank adds to it.
+    pub output: Vec<f32>,
+}

@@ -1,0 +1,292 @@
+//! Decoders against the reference checkpoints (SHA-256 of every dequantized matrix) and against blocks worked by hand.
+
+#![allow(
+    clippy::excessive_precision,
+    reason = "nine digits name an F32; the formats' definitions print their examples so"
+)]
+
+use std::path::{Path, PathBuf};
+
+use bytes::Bytes;
+use kt_core::{Format, Group, Matrix, Proj, ScaleType, WeightSource};
+use sha2::{Digest, Sha256};
+
+const REFERENCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/reference");
+
+/// Directories of the reference data that have dequantized hashes.
+fn directories() -> Vec<PathBuf> {
+    let children = |dir: &Path| -> Vec<PathBuf> {
+        let mut paths: Vec<_> =
+            std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path()).filter(|p| p.is_dir()).collect();
+        paths.sort();
+        paths
+    };
+    let families = children(Path::new(REFERENCE));
+    families.iter().flat_map(|f| children(f)).filter(|d| d.join("dequant_sha256.json").exists()).collect()
+}
+
+/// Layer, expert (none when experts are stacked) and projection of a routed expert's tensor.
+fn expert(name: &str) -> Option<(usize, Option<usize>, Proj)> {
+    let parts: Vec<&str> = name.split('.').collect();
+    let proj = |s: &str| Proj::ALL.into_iter().find(|p| s.split('_').any(|part| part == p.name()));
+    match parts[..] {
+        ["model", "layers", i, "mlp", "experts", e, p, "weight"] => {
+            Some((i.parse().ok()?, Some(e.parse().ok()?), proj(p)?))
+        }
+        ["blk", i, p, "weight"] if p.ends_with("_exps") => Some((i.parse().ok()?, None, proj(p)?)),
+        _ => None,
+    }
+}
+
+fn decode(source: &dyn WeightSource, name: &str) -> kt_core::Result<Vec<f32>> {
+    match expert(name) {
+        None => Ok(source.tensor(name)?.decode()),
+        Some((layer, Some(expert), proj)) => Ok(source.matrix(layer, expert, proj)?.decode()),
+        Some((layer, None, proj)) => {
+            let experts = source.layers().iter().find(|l| l.index == layer).expect("an expert layer").experts;
+            let mut all = Vec::new();
+            for e in 0..experts {
+                all.extend(source.matrix(layer, e, proj)?.decode());
+            }
+            Ok(all)
+        }
+    }
+}
+
+#[test]
+fn every_matrix_of_the_reference_checkpoints_decodes_bit_for_bit() {
+    let (mut failures, mut formats) = (Vec::new(), Vec::new());
+    let directories = directories();
+    assert_eq!(directories.len(), 7);
+    for dir in directories {
+        // The GGUF directories hold safetensors files too, of reference outputs: name the file there.
+        let mut files = std::fs::read_dir(&dir).unwrap().map(|e| e.unwrap().path());
+        let gguf = files.find(|p| p.extension().is_some_and(|e| e == "gguf"));
+        let source = kt_core::open(gguf.as_ref().unwrap_or(&dir)).unwrap();
+        for layer in source.layers() {
+            formats.extend(layer.formats);
+        }
+        let hashes: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(dir.join("dequant_sha256.json")).unwrap()).unwrap();
+        let hashes = hashes.as_object().unwrap();
+        assert!(hashes.keys().filter(|n| expert(n).is_some()).count() >= 6, "{}", dir.display());
+        for (name, want) in hashes {
+            let outcome = decode(&*source, name).map(|values| {
+                let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+                Sha256::digest(&bytes).iter().map(|b| format!("{b:02x}")).collect::<String>()
+            });
+            match outcome {
+                Ok(hash) if Some(hash.as_str()) == want.as_str() => {}
+                Ok(_) => failures.push(format!("{}: {name} decodes to other values", dir.display())),
+                Err(e) => failures.push(e.to_string()),
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{} matrices: {failures:#?}", failures.len());
+    for format in [Format::Fp8Block, Format::Int4(Group::Of(32)), Format::Q4K, Format::Q6K, Format::Q8_0] {
+        assert!(formats.contains(&format), "no expert of the reference data is {format}");
+    }
+}
+
+/// The first columns of the worked row: `((37 i + 11) mod 101) / 50 - 1`.
+fn worked_row(cols: usize) -> Vec<f32> {
+    (0..cols).map(|i| ((37 * i + 11) % 101) as f32 / 50.0 - 1.0).collect()
+}
+
+fn from_hex(hex: &str) -> Bytes {
+    (0..hex.len() / 2).map(|i| u8::from_str_radix(&hex[2 * i..2 * i + 2], 16).unwrap()).collect::<Vec<_>>().into()
+}
+
+fn matrix(format: Format, rows: usize, cols: usize, codes: &[u8], scales: Option<(&[f32], ScaleType)>) -> Matrix {
+    let scales = scales.map(|(values, kind)| {
+        let bytes: Vec<u8> = match kind {
+            ScaleType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            ScaleType::F16 => values.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect(),
+            ScaleType::Bf16 => values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect(),
+        };
+        (Bytes::from(bytes), kind)
+    });
+    Matrix::new(format, rows, cols, Bytes::copy_from_slice(codes), scales).unwrap()
+}
+
+/// A block's bytes, and its values from some columns on.
+type Worked<'a> = (Format, &'a str, &'a [(usize, [f32; 4])]);
+
+#[test]
+fn gguf_blocks_decode_to_the_worked_values() {
+    let blocks: [Worked<'_>; 5] = [
+        (
+            Format::Q8_0,
+            "08209dfb59b61472d02e8be947a50361be1c7ad73593f14fac0a68c62481df3d9af8",
+            &[
+                (0, [-0.77947998, -0.0393676758, 0.700744629, -0.582641602]),
+                (16, [0.960571289, -0.322814941, 0.417297363, -0.858215332]),
+            ],
+        ),
+        (
+            Format::Q4_0,
+            "0030f258be1379df359bf147ac0268ce248a",
+            &[(0, [-0.75, 0.0, 0.75, -0.625]), (16, [0.875, -0.375, 0.375, -0.875])],
+        ),
+        (
+            Format::Q4K,
+            "65182924fffffffafff8fafaceafbfbcc2278dd3499e055ab1167cc2388de449af056bb1277cd3389ee45aa0166bc22748ad0469c0157bd1379c\
+             f358ae046ac0268be2379df359be157ad1268ce248ada0156bc1278cd3489e045ab0167bc2378de349ae056ab1267cd2389de459af15268ce248\
+             ad0459b0157bd1379ce348ae046ac0267bd2379df359be156ac1268c",
+            &[
+                (0, [-0.753421783, -0.0775051117, 0.733594894, -0.618238449]),
+                (32, [0.712165833, -0.639667511, 0.171432495, 0.847349167]),
+                (252, [-0.186309814, 0.586166382, -0.701293945, 0.071182251]),
+            ],
+        ),
+        (
+            Format::Q5K,
+            "2d140c24fdfdfdfdfefbfdfeffcdedfd26cc9366c9336499324c9926cd9366d9336c9936cc9b66cdb366d9326c9936cca35f1bd6924e0ac6813d\
+             f9b4602ce7a35f1bd7924e0ac5713df8a4602ce7a35f915d09c5803cf8b36f2be7a26e1ad6914d09c4703cf7b37f2be7a25e1ad5814d702be7a3\
+             5f1ad6824d09c5813cf8b4602be7935e1ad6924d09c5703cf8a46f2b5e1ad5915d09c5803cf8b36f2be6a25e1ad6914d09c4703cf7b36f2be7a2\
+             5e1a",
+            &[
+                (0, [-0.793538094, -0.0472803116, 0.69897747, -0.606973648]),
+                (32, [0.684213638, -0.62173748, 0.124520302, 0.870778084]),
+                (252, [-0.125276566, 0.620981216, -0.684969902, 0.0612878799]),
+            ],
+        ),
+        (
+            Format::Q6K,
+            "45df28bc069f137cf08ad367f14ade285ed67df57c038b02aa22b931b85fd75e26ac058d037bf179d258d048ce27af2583fc741d960eb62fd840\
+             b961da53fb74d158bf37be25ad048b047bf37ad159d0c941ea63eb74fb741d951ea72fc841c9bf35ad169b048df26be069d147cf38bd1a922c84\
+             0d85ed77ff57d038b04aa22b6cb11b6cc61b71c61cb1cb6cb21b6cc6e74d3ad04d37904ae7913ae44d3a904d18b1c66cb11b6c861b71c61cb1c7\
+             6cb22453f9248ef9138ef4538d2452f9248e8d81877c897a8677807f897a867a8487228c",
+            &[
+                (0, [-0.78322649, -0.0290083885, 0.696201324, -0.58016777]),
+                (32, [0.671481133, -0.610437393, 0.152609348, 0.88513422]),
+                (252, [-0.152609348, 0.610437393, -0.671481133, 0.0610437393]),
+            ],
+        ),
+    ];
+    for (format, hex, expected) in blocks {
+        let block = from_hex(hex);
+        let cols = format.block_cols();
+        // Two equal rows of three blocks each, so that rows and ranges are addressed too.
+        let m = matrix(format, 2, 3 * cols, &block.repeat(6), None);
+        m.check_scales().unwrap();
+        let values = m.decode();
+        for (i, &v) in values.iter().enumerate() {
+            assert_eq!(v, values[i % cols], "{format} value {i}");
+        }
+        for (start, want) in expected {
+            assert_eq!(values[*start..start + 4], want[..], "{format} from column {start}");
+        }
+        // Rounding errors of the format aside, it is the worked row.
+        for (got, want) in values.iter().zip(worked_row(cols)) {
+            assert!((got - want).abs() < 0.13, "{format}: {got} for {want}");
+        }
+        let mut middle = vec![0.0; cols];
+        m.decode_range(1, cols, &mut middle);
+        assert_eq!(middle, values[..cols]);
+        assert!(matrix(format, 0, cols, &[], None).decode().is_empty());
+    }
+}
+
+#[test]
+fn floats_are_stored_as_they_are() {
+    assert_eq!(matrix(Format::Bf16, 1, 2, &[0x80, 0x3f, 0xc8, 0xbf], None).decode(), [1.0, -1.5625]);
+    // Halves: 1, -2, the smallest subnormal, the largest number.
+    let halves = [0x00, 0x3c, 0x00, 0xc0, 0x01, 0x00, 0xff, 0x7b];
+    assert_eq!(matrix(Format::F16, 2, 2, &halves, None).decode(), [1.0, -2.0, 2f32.powi(-24), 65504.0]);
+    let values = [1.5f32, -0.0, f32::MIN_POSITIVE / 2.0, 3e38];
+    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    let m = matrix(Format::F32, 2, 2, &bytes, None);
+    assert_eq!(m.decode().iter().map(|v| v.to_bits()).collect::<Vec<_>>(), values.map(f32::to_bits));
+    let mut one = [0.0];
+    m.decode_range(1, 1, &mut one);
+    assert_eq!(one, [3e38]);
+}
+
+#[test]
+fn fp8_scales_belong_to_tiles_or_rows() {
+    let values = worked_row(128);
+    let codes = |m: &Matrix| m.row(0)[..4].to_vec();
+    let two: Vec<f32> = values.iter().copied().chain(values.iter().map(|v| -0.5 * v)).collect();
+    let blocks = kt_core::quantize::encode(Format::Fp8Block, 2, 128, &two).unwrap();
+    assert_eq!(blocks.scales().unwrap().get(0, 0), 0.0022321430);
+    assert_eq!(codes(&blocks), [0xfb, 0xd9, 0x7a, 0xf8]);
+    assert_eq!(blocks.decode()[..4], [-0.78571433, -0.040178575, 0.71428573, -0.5714286]);
+
+    let rows = matrix(
+        Format::Fp8Channel,
+        2,
+        4,
+        &[0xfb, 0xd9, 0x7a, 0xf8, 0x7b, 0x59, 0xfa, 0x78],
+        Some((&[0.0022321430, 0.0011160715], ScaleType::F32)),
+    );
+    let expected = [-0.78571433, -0.040178575, 0.71428573, -0.5714286, 0.39285716, 0.020089287, -0.35714287, 0.2857143];
+    assert_eq!(rows.decode(), expected);
+    let rows = matrix(Format::Fp8Channel, 2, 2, &[0x38, 0x7e, 0xb8, 0x01], Some((&[0.5, 2.0], ScaleType::Bf16)));
+    assert_eq!(rows.decode(), [0.5, 224.0, -2.0, 2f32.powi(-8)]);
+
+    // 130 x 200 has four tiles, three of them partial; every code is 1.
+    let tiles = matrix(Format::Fp8Block, 130, 200, &[0x38; 130 * 200], Some((&[1.0, 2.0, 3.0, 4.0], ScaleType::F32)));
+    for (i, v) in tiles.decode().into_iter().enumerate() {
+        let (row, col) = (i / 200, i % 200);
+        assert_eq!(v, (1 + 2 * (row / 128) + col / 128) as f32, "[{row}, {col}]");
+    }
+    let mut across = [0.0; 4];
+    tiles.decode_range(129, 126, &mut across);
+    assert_eq!(across, [3.0, 3.0, 4.0, 4.0]);
+    assert!(matrix(Format::Fp8Channel, 1, 1, &[0x7f], Some((&[1.0], ScaleType::F32))).decode()[0].is_nan());
+}
+
+#[test]
+fn int8_is_signed_or_offset_and_scaled_by_row_or_group() {
+    let signed = [0x80u8, 0xff, 0x00, 0x01, 0x7f, 0x02, 0xfe, 0x40];
+    let offset = signed.map(|c| c ^ 0x80);
+    let values = [-128.0, -1.0, 0.0, 1.0, 127.0, 2.0, -2.0, 64.0];
+    for kind in [ScaleType::F32, ScaleType::F16, ScaleType::Bf16] {
+        for (codes, by_row, by_group) in [
+            (signed, Format::Int8(Group::Row), Format::Int8(Group::Of(2))),
+            (offset, Format::Int8Offset(Group::Row), Format::Int8Offset(Group::Of(2))),
+        ] {
+            let m = matrix(by_row, 2, 4, &codes, Some((&[0.5, 3.0], kind)));
+            let want: Vec<f32> = values.iter().enumerate().map(|(i, v)| v * [0.5, 3.0][i / 4]).collect();
+            assert_eq!(m.decode(), want, "{by_row} {kind:?}");
+            let scales = [0.25, 2.0, 1.0, 0.125];
+            let m = matrix(by_group, 2, 4, &codes, Some((&scales, kind)));
+            let want: Vec<f32> = values.iter().enumerate().map(|(i, v)| v * scales[i / 2]).collect();
+            assert_eq!(m.decode(), want, "{by_group} {kind:?}");
+            let mut across = [0.0; 2];
+            m.decode_range(1, 1, &mut across);
+            assert_eq!(across, want[5..7]);
+        }
+    }
+}
+
+#[test]
+fn int4_has_its_even_column_in_the_low_nibble() {
+    // The worked example: word 0xb5f94d82, scale 0.1337890625; the other columns of the group are zero (nibble 8).
+    let mut codes = vec![0x88; 32];
+    codes[..4].copy_from_slice(&0xb5f9_4d82u32.to_le_bytes());
+    codes[16..20].copy_from_slice(&0xb5f9_4d82u32.to_le_bytes());
+    let m = matrix(Format::Int4(Group::Of(32)), 1, 64, &codes, Some((&[0.1337890625, 0.5], ScaleType::Bf16)));
+    let values = m.decode();
+    let q = [-6.0, 0.0, 5.0, -4.0, 1.0, 7.0, -3.0, 3.0];
+    assert_eq!(values[..8], q.map(|q| q * 0.1337890625));
+    assert_eq!(values[..4], [-0.802734375, 0.0, 0.6689453125, -0.53515625]);
+    assert_eq!(values[8..32], [0.0; 24]);
+    assert_eq!(values[32..40], q.map(|q| q * 0.5));
+    let mut across = [0.0; 6];
+    m.decode_range(0, 30, &mut across);
+    assert_eq!(across, values[30..36]);
+    let by_row = matrix(Format::Int4(Group::Row), 2, 4, &[0x82, 0x4d, 0xf9, 0xb5], Some((&[1.0, 2.0], ScaleType::F32)));
+    assert_eq!(by_row.decode(), [-6.0, 0.0, 5.0, -4.0, 2.0, 14.0, -6.0, 6.0]);
+}
+
+#[test]
+fn scales_that_are_no_numbers_are_named() {
+    let m = matrix(Format::Int8(Group::Row), 3, 1, &[1, 1, 1], Some((&[1.0, 1.0, f32::NAN], ScaleType::F32)));
+    assert!(m.check_scales().unwrap_err().contains("[2, 0]"));
+    let mut rows = from_hex("0030f258be1379df359bf147ac0268ce248a").repeat(4);
+    rows[18 * 3..][..2].copy_from_slice(&[0x00, 0xfc]);
+    let message = matrix(Format::Q4_0, 2, 64, &rows, None).check_scales().unwrap_err();
+    assert!(message.contains("row 1") && message.contains("block 1"), "{message}");
+}

@@ -1,0 +1,6 @@
+//! The suite that every backend passes, on every tier of this CPU.
+
+#[test]
+fn conformance() {
+    kt_core::testing::conformance(kt_llamafile::backend);
+}

@@ -1,0 +1,26 @@
+#![doc = include_str!("../README.md")]
+
+pub use kt_core::*;
+
+use kt_core::cpu::CpuBackend;
+use kt_core::cpu::portable::Portable;
+use kt_core::cpu::tier::Tier;
+
+/// The backends of this build, best first among equals; each with the backend, or why this machine cannot run it.
+///
+/// `cap` limits the instruction sets that CPU backends may use.
+pub fn registry(cap: Tier) -> Vec<Candidate> {
+    let mut list = Vec::new();
+    #[cfg(feature = "avx512")]
+    list.push(Candidate::new("avx512", kt_avx512::backend(cap)));
+    #[cfg(feature = "llamafile")]
+    list.push(Candidate::new("llamafile", kt_llamafile::backend(cap)));
+    let _ = cap;
+    list.push(Candidate::new("portable", Ok(CpuBackend::new("portable", Portable))));
+    list
+}
+
+/// Starts building a [`Runtime`] over the backends of this build.
+pub fn runtime() -> RuntimeBuilder {
+    RuntimeBuilder::new(registry)
+}

@@ -1,0 +1,216 @@
+//! The public API on good and bad input: nothing panics, every error says what and where.
+
+use std::sync::Arc;
+
+use kt::source::synthetic::SyntheticSource;
+use kt::testing::Random;
+use kt::{Batch, Error, Format, Group, LoadOptions, Progress, WeightSource};
+
+const HIDDEN: usize = 256;
+
+fn source(format: Format) -> SyntheticSource {
+    SyntheticSource::builder()
+        .hidden(HIDDEN)
+        .intermediate(128)
+        .experts(4)
+        .top_k(2)
+        .layers(2)
+        .format(format)
+        .seed(1)
+        .build()
+        .unwrap()
+}
+
+fn input(tokens: usize) -> Vec<f32> {
+    let mut random = Random(11);
+    (0..tokens * HIDDEN).map(|_| random.normal()).collect()
+}
+
+#[test]
+fn forward_and_submit_give_the_same() {
+    let runtime = kt::runtime().build().unwrap();
+    let experts = runtime.load(&source(Format::Bf16)).unwrap();
+    let layer = experts.layer(1).unwrap();
+    let new = || Batch::new(3, input(3), vec![0, 1, 2, 3, 1, -1], vec![0.5, 0.5, 0.25, 0.75, 1.0, 9.0]).unwrap();
+    let mut batch = new();
+    layer.forward(&mut batch).unwrap();
+    assert!(batch.output().iter().any(|&v| v != 0.0));
+    let pending = layer.submit(new());
+    assert_eq!(pending.wait().unwrap().output(), batch.output());
+    drop(layer.submit(new())); // dropping work under way is fine
+    // Ready for the next step, with the same buffers.
+    batch.set(1, input(1), vec![2, 0], vec![0.5, 0.5]).unwrap();
+    layer.forward(&mut batch).unwrap();
+    assert_eq!(batch.output().len(), HIDDEN);
+}
+
+#[test]
+fn a_batch_larger_than_a_pass_gives_the_same() {
+    let tokens = 23;
+    let ids: Vec<i32> = (0..tokens * 2).map(|i| (i * 7 % 5) as i32 - 1).collect();
+    let weights: Vec<f32> = ids.iter().map(|&i| 0.3 + i as f32 * 0.1).collect();
+    let run = |pass_tokens: usize| {
+        let runtime = kt::runtime().pass_tokens(pass_tokens).build().unwrap();
+        let experts = runtime.load(&source(Format::Int4(Group::Of(32)))).unwrap();
+        let mut batch = Batch::new(tokens, input(tokens), ids.clone(), weights.clone()).unwrap();
+        experts.layer(0).unwrap().forward(&mut batch).unwrap();
+        batch.into_output()
+    };
+    assert_eq!(run(1024), run(5));
+}
+
+#[test]
+fn bf16_hidden_states_equal_their_f32_values() {
+    let runtime = kt::runtime().build().unwrap();
+    let experts = runtime.load(&source(Format::Bf16)).unwrap();
+    let narrow: Vec<half::bf16> = input(2).into_iter().map(half::bf16::from_f32).collect();
+    let wide: Vec<f32> = narrow.iter().map(|v| v.to_f32()).collect();
+    let mut a = Batch::new(2, narrow, vec![0, 1, 2, 3], vec![0.5; 4]).unwrap();
+    let mut b = Batch::new(2, wide, vec![0, 1, 2, 3], vec![0.5; 4]).unwrap();
+    experts.layer(0).unwrap().forward(&mut a).unwrap();
+    experts.layer(0).unwrap().forward(&mut b).unwrap();
+    assert_eq!(a.output(), b.output());
+}
+
+#[test]
+fn several_runtimes_live_in_one_process() {
+    let outputs: Vec<Vec<f32>> = std::thread::scope(|s| {
+        let run = || {
+            let runtime = kt::runtime().threads(2).build().unwrap();
+            let experts = runtime.load(&source(Format::Int8(Group::Row))).unwrap();
+            let mut batch = Batch::new(5, input(5), vec![0, 1, 1, 2, 2, 3, 3, 0, 0, 2], vec![0.5; 10]).unwrap();
+            for _ in 0..20 {
+                experts.layer(0).unwrap().forward(&mut batch).unwrap();
+            }
+            batch.into_output()
+        };
+        let threads: Vec<_> = (0..4).map(|_| s.spawn(run)).collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    assert!(outputs.iter().all(|o| o == &outputs[0]));
+}
+
+#[test]
+fn bad_batches_are_refused_at_the_door() {
+    let runtime = kt::runtime().build().unwrap();
+    let experts = runtime.load(&source(Format::Bf16)).unwrap();
+    let layer = experts.layer(0).unwrap();
+    for (id, slot) in [(4, 1), (i32::MAX, 0), (-2, 1)] {
+        let mut ids = vec![0, 1, 2, 3];
+        ids[2 + slot] = id;
+        let mut batch = Batch::new(2, input(2), ids, vec![0.5; 4]).unwrap();
+        let error = layer.forward(&mut batch).unwrap_err();
+        let Error::ExpertOutOfRange { layer: 0, token: 1, experts: 4, .. } = error else { panic!("{error}") };
+        let text = error.to_string();
+        assert!(text.contains(&format!("topk_ids[1, {slot}] is {id}")) && text.contains("0..4"), "{text}");
+        assert!(batch.output().is_empty());
+        let mut ids = vec![0, 1];
+        ids[slot] = id;
+        let batch = Batch::new(1, input(1), ids, vec![0.5; 2]).unwrap();
+        assert!(matches!(layer.submit(batch).wait(), Err(Error::ExpertOutOfRange { .. })));
+    }
+    // Slices of a wrong length.
+    assert!(matches!(Batch::new(2, input(2), vec![0, 1, 2], vec![0.5; 3]), Err(Error::Length { .. })));
+    assert!(matches!(Batch::new(2, input(2), vec![0, 1], vec![0.5; 3]), Err(Error::Length { .. })));
+    assert!(matches!(Batch::new(2, vec![0f32; 3], vec![], vec![]), Err(Error::Length { .. })));
+    let mut narrow = Batch::new(1, vec![0f32; HIDDEN - 1], vec![0], vec![1.0]).unwrap();
+    let error = layer.forward(&mut narrow).unwrap_err().to_string();
+    assert!(error.contains("input [tokens, hidden]") && error.contains("256") && error.contains("255"), "{error}");
+    let Err(error) = experts.layer(2) else { panic!("layer 2 does not exist") };
+    assert!(error.to_string().contains("0..=1"), "{error}");
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_the_plan() {
+    let runtime = kt::runtime().memory_limit(1 << 20).build().unwrap();
+    let Err(error) = runtime.load(&source(Format::Bf16)) else { panic!("1 MiB is too little") };
+    let text = error.to_string();
+    assert!(matches!(error, Error::Memory(_)) && text.contains("REFUSE") && text.contains("1.0 MiB"), "{text}");
+    // Memory that the caller announces counts.
+    let runtime = kt::runtime().memory_limit(1 << 30).build().unwrap();
+    assert!(runtime.load(&source(Format::Bf16)).is_ok());
+    let extra = vec![("KV cache".to_string(), 1 << 30)];
+    let refused = runtime.load_with(&source(Format::Bf16), LoadOptions { extra, ..Default::default() });
+    assert!(refused.err().unwrap().to_string().contains("KV cache"));
+}
+
+#[test]
+fn the_plan_tells_what_loading_takes() {
+    let runtime = kt::runtime().build().unwrap();
+    for format in [Format::Bf16, Format::Fp8Block, Format::Int8(Group::Row), Format::Int4(Group::Of(32)), Format::Q8_0] {
+        let source = source(format);
+        let plan = runtime.plan(&source).unwrap();
+        let experts = runtime.load(&source).unwrap();
+        assert_eq!(plan.packed_bytes(), experts.packed_bytes(), "{format}");
+        assert!(plan.packed_bytes() + plan.mapped_bytes() >= plan.layers.iter().map(|l| l.stored_bytes).sum());
+        let json = plan.to_json();
+        assert_eq!(json["layers"].as_array().unwrap().len(), 2);
+        assert_eq!(json["verdict"], "FITS");
+    }
+}
+
+#[test]
+fn explain_names_every_backend_and_its_reason() {
+    let runtime = kt::runtime().build().unwrap();
+    for format in [Format::Bf16, Format::Q4_0, Format::Q8_0] {
+        let text = runtime.explain(&source(format)).unwrap();
+        for candidate in runtime.candidates() {
+            assert!(text.contains(&candidate.name), "{format}: {} is not explained in\n{text}", candidate.name);
+        }
+        assert!(text.starts_with("layers 0-1: "), "{text}");
+    }
+}
+
+#[test]
+fn a_named_backend_is_never_replaced_silently() {
+    let Err(error) = kt::runtime().backend("quantum").build() else { panic!("no such backend") };
+    assert!(error.to_string().contains("quantum") && error.to_string().contains("portable"), "{error}");
+    let runtime = kt::runtime().backend("portable").build().unwrap();
+    let plan = runtime.plan(&source(Format::Bf16)).unwrap();
+    assert!(plan.layers.iter().all(|l| l.backend == "portable"));
+    #[cfg(feature = "avx512")]
+    if let Ok(runtime) = kt::runtime().backend("avx512").build() {
+        let Err(error) = runtime.load(&source(Format::Q4_0)) else { panic!("Q4_0 is not a format of avx512") };
+        assert!(error.to_string().contains("avx512") && error.to_string().contains("Q4_0"), "{error}");
+    }
+}
+
+#[test]
+fn loading_reports_progress_and_can_be_cancelled() {
+    let runtime = kt::runtime().build().unwrap();
+    let progress = Arc::new(Progress::default());
+    let options = LoadOptions { progress: progress.clone(), ..Default::default() };
+    runtime.load_with(&source(Format::Bf16), options).unwrap();
+    assert_eq!(progress.done_bytes(), progress.total_bytes());
+    assert_eq!(progress.total_bytes(), 2 * 4 * 3 * 256 * 128 * 2);
+    let progress = Arc::new(Progress::default());
+    progress.cancel();
+    let options = LoadOptions { progress, ..Default::default() };
+    assert!(matches!(runtime.load_with(&source(Format::Bf16), options), Err(Error::Cancelled)));
+}
+
+#[test]
+fn linear_multiplies_and_checks_lengths() {
+    let source = source(Format::Bf16);
+    let matrix = source.matrix(0, 0, kt::Proj::Gate).unwrap();
+    let weights = matrix.decode();
+    for name in ["portable", "best"] {
+        let builder = kt::runtime();
+        let builder = if name == "best" { builder } else { builder.backend(name) };
+        let linear = builder.build().unwrap().linear(&matrix).unwrap();
+        assert_eq!((linear.rows(), linear.cols()), (128, HIDDEN));
+        for n in [0, 1, 3, 300] {
+            let x = input(n);
+            let mut y = vec![7.0; n * 128];
+            linear.forward(&x, &mut y).unwrap();
+            for (x, y) in x.chunks_exact(HIDDEN).zip(y.chunks_exact(128)) {
+                for (row, y) in weights.chunks_exact(HIDDEN).zip(y) {
+                    let want: f64 = row.iter().zip(x).map(|(w, x)| *w as f64 * *x as f64).sum();
+                    assert!((want - *y as f64).abs() < 0.05, "{name} {n}: {want} {y}");
+                }
+            }
+        }
+        assert!(matches!(linear.forward(&input(1)[1..], &mut [0.0; 128]), Err(Error::Length { .. })));
+        assert!(matches!(linear.forward(&input(1), &mut [0.0; 127]), Err(Error::Length { .. })));
+    }
+}
