@@ -137,7 +137,8 @@ fn what_does_not_fit_is_refused_with_the_plan() {
 #[test]
 fn the_plan_tells_what_loading_takes() {
     let runtime = kt::runtime().build().unwrap();
-    for format in [Format::Bf16, Format::Fp8Block, Format::Int8(Group::Row), Format::Int4(Group::Of(32)), Format::Q8_0] {
+    for format in [Format::Bf16, Format::Fp8Block, Format::Int8(Group::Row), Format::Int4(Group::Of(32)), Format::Q8_0]
+    {
         let source = source(format);
         let plan = runtime.plan(&source).unwrap();
         let experts = runtime.load(&source).unwrap();

@@ -138,7 +138,7 @@ pub fn run(args: EvalArgs) -> Result<()> {
     if ids.is_empty() {
         bail!("nothing to predict: no token");
     }
-    let model = opened.load(args.window.min(ids.len()))?;
+    let model = opened.load(args.window.min(ids.len()), Rows::All)?;
     let mut file = match &args.logits {
         Some(path) => Some(LogitsFile::create(path, ids.len(), model.vocabulary())?),
         None => None,

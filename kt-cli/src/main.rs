@@ -29,6 +29,10 @@ fn main() -> std::process::ExitCode {
     };
     match result {
         Ok(()) => std::process::ExitCode::SUCCESS,
+        // Whoever read the output has seen enough.
+        Err(e) if e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe) => {
+            std::process::ExitCode::SUCCESS
+        }
         Err(e) => {
             eprintln!("kt: {e:#}");
             std::process::ExitCode::FAILURE

@@ -14,8 +14,8 @@ use kt::quantize::Requantized;
 use kt::source::safetensors::SafetensorsSource;
 use kt::{Format, LoadOptions, Plan, Progress, Runtime, WeightSource};
 
-use crate::host::{Model, ModelConfig, Tokenizer};
-use crate::options::RuntimeArgs;
+use crate::host::{Model, ModelConfig, Rows, Tokenizer};
+use crate::options::{RuntimeArgs, threads_text};
 
 /// Which model, and on what.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -50,7 +50,10 @@ pub struct Opened {
 pub fn built_in() -> kt::Result<SafetensorsSource> {
     macro_rules! file {
         ($name:literal) => {
-            ($name.to_string(), Bytes::from_static(include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/model/", $name))))
+            (
+                $name.to_string(),
+                Bytes::from_static(include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/model/", $name))),
+            )
         };
     }
     SafetensorsSource::from_files(
@@ -98,12 +101,12 @@ impl ModelArgs {
 }
 
 impl Opened {
-    /// Plans, tells about it on stderr, and loads the model for up to `positions` tokens at once.
+    /// Plans, tells about it on stderr, and loads the model for up to `positions` tokens and the logits of `rows` of them.
     ///
     /// # Errors
     /// It would not fit, which is known before anything is loaded; or a bad tensor.
-    pub fn load(&self, positions: usize) -> Result<Model> {
-        let plan = Model::plan(&self.runtime, &*self.source, &self.config, positions)?;
+    pub fn load(&self, positions: usize, rows: Rows) -> Result<Model> {
+        let plan = Model::plan(&self.runtime, &*self.source, &self.config, positions, rows)?;
         eprint!("{}", self.summary(&plan));
         if let Some(most) = self.config.max_positions.filter(|&most| positions > most) {
             eprintln!("warning  {positions} positions asked for, but the model was made for {most}");
@@ -111,7 +114,7 @@ impl Opened {
         let progress: Arc<Progress> = LoadOptions::default().progress;
         let start = Instant::now();
         let model = with_progress_bar(&progress, || {
-            Model::load(&self.runtime, &*self.source, &self.config, positions, progress.clone())
+            Model::load(&self.runtime, &*self.source, &self.config, positions, rows, progress.clone())
         })?;
         eprintln!("loaded   in {:.2} s", start.elapsed().as_secs_f64());
         Ok(model)
@@ -129,7 +132,7 @@ impl Opened {
         let from = if self.stored_as.is_some() { "re-encoded at load as" } else { "in" };
         let mut text = format!(
             "model    {}: {}, {} layers ({experts}), hidden size {}\n\
-             weights  experts {from} {}, {}; the rest {}; {} threads\n",
+             weights  experts {from} {}, {}; the rest {}; {}\n",
             self.name,
             config.family,
             config.layers,
@@ -137,12 +140,16 @@ impl Opened {
             labels.join(", "),
             human_bytes(stored),
             human_bytes(self.source.dense_bytes()),
-            self.runtime.threads(),
+            threads_text(self.runtime.threads()),
         );
         for line in plan.explain().lines() {
             text += &format!("backend  {line}\n");
         }
-        text += &format!("memory   experts {} packed, {} in place", human_bytes(plan.packed_bytes()), human_bytes(plan.mapped_bytes()));
+        text += &format!(
+            "memory   experts {} packed, {} in place",
+            human_bytes(plan.packed_bytes()),
+            human_bytes(plan.mapped_bytes())
+        );
         text += &format!("; scratch {}", human_bytes(plan.scratch_bytes));
         for (label, bytes) in &plan.extra {
             text += &format!("; {label} {}", human_bytes(*bytes));
@@ -171,7 +178,9 @@ fn with_progress_bar<T>(progress: &Progress, load: impl FnOnce() -> T) -> T {
                 return;
             }
             let bar = ProgressBar::new(progress.total_bytes());
-            if let Ok(style) = ProgressStyle::with_template("loading  [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} {eta}") {
+            if let Ok(style) =
+                ProgressStyle::with_template("loading  [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} {eta}")
+            {
                 bar.set_style(style.progress_chars("=> "));
             }
             while wait.recv_timeout(Duration::from_millis(100)) == Err(mpsc::RecvTimeoutError::Timeout) {

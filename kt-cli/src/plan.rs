@@ -7,9 +7,15 @@ use anyhow::Context;
 use kt::Format;
 use kt::quantize::Requantized;
 
+use crate::host::{Model, ModelConfig, Rows};
 use crate::options::{RuntimeArgs, threads_text};
 
-/// Show what loading a model's experts would take: bytes, backend per layer, and whether it fits. Reads headers only.
+/// Positions that the KV cache is planned for when nothing else is said.
+const DEFAULT_CONTEXT: usize = 4096;
+
+/// Show what loading a model would take: bytes, backend per layer, and whether it fits. Reads headers only.
+///
+/// For families that `kt run` runs, dense weights and KV cache are counted; for others, the experts alone.
 #[derive(Debug, clap::Args)]
 pub struct PlanArgs {
     /// The model: a directory with safetensors files, or a GGUF file.
@@ -24,6 +30,9 @@ pub struct PlanArgs {
     /// Plan for the experts re-encoded at load, e.g. int4, int8, q8_0 [default: as the model has them].
     #[arg(long, value_name = "FORMAT")]
     experts_as: Option<Format>,
+    /// Positions that the KV cache is for [default: 4096, or the most that the model was made for].
+    #[arg(long, value_name = "N")]
+    context: Option<usize>,
     #[command(flatten)]
     runtime: RuntimeArgs,
 }
@@ -44,9 +53,18 @@ fn answer(args: &PlanArgs) -> anyhow::Result<String> {
         source = Arc::new(Requantized::new(source, format)?);
     }
     let runtime = args.runtime.build()?;
-    let plan = runtime.plan(&*source)?;
+    let (plan, scope) = match ModelConfig::read(&*source) {
+        Ok(config) => {
+            let most = config.max_positions.unwrap_or(DEFAULT_CONTEXT);
+            let context = args.context.unwrap_or(DEFAULT_CONTEXT.min(most));
+            let plan = Model::plan(&runtime, &*source, &config, context, Rows::Last)?;
+            (plan, format!("experts and host, {context} positions"))
+        }
+        Err(why) => (runtime.plan(&*source)?, format!("experts alone; the host does not run this model: {why:#}")),
+    };
     if args.json {
         let mut json = plan.to_json();
+        json["scope"] = scope.into();
         json["model"] = path.display().to_string().into();
         json["threads"] = runtime.threads().into();
         if args.explain {
@@ -54,7 +72,7 @@ fn answer(args: &PlanArgs) -> anyhow::Result<String> {
         }
         return Ok(format!("{json:#}\n"));
     }
-    let mut text = format!("{}, {}\n{plan}\n", path.display(), threads_text(runtime.threads()));
+    let mut text = format!("{}, {}; {scope}\n{plan}\n", path.display(), threads_text(runtime.threads()));
     if args.explain {
         text += &format!("\n{}", plan.explain());
     }
@@ -83,10 +101,17 @@ mod tests {
     #[test]
     fn the_model_that_comes_along_is_planned() {
         let table = plan(&["--model", MODEL, "--explain", "--threads", "1"]).unwrap();
-        assert!(table.contains("1 thread\n") && table.contains("BF16") && table.contains("FITS"), "{table}");
+        assert!(table.contains("1 thread;") && table.contains("BF16") && table.contains("FITS"), "{table}");
         assert!(table.contains("not portable: ") || table.contains("on portable"), "{table}");
         let json = plan(&["--model", MODEL, "--json"]).unwrap();
         let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+        let cache = |context: &str| {
+            let json = plan(&["--model", MODEL, "--json", "--context", context]).unwrap();
+            let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+            json["resident_bytes"].as_u64().unwrap()
+        };
+        // 4 layers, keys and values of 2 heads of 64 numbers of 4 bytes.
+        assert!(cache("900") - cache("100") >= 800 * 4 * 2 * 2 * 64 * 4);
         let layers = json["layers"].as_array().unwrap();
         assert!(!layers.is_empty() && layers.iter().all(|l| l["format"] == "BF16"), "{json}");
     }

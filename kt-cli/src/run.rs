@@ -22,7 +22,7 @@ pub struct RunArgs {
     prompt: Option<String>,
     /// Most tokens to generate.
     #[arg(long, value_name = "N", default_value_t = 128)]
-    max_tokens: usize,
+    max_tokens: u32,
     /// How freely to choose: 0 takes the likeliest token always.
     #[arg(long, value_name = "T", default_value_t = 0.0, allow_negative_numbers = true)]
     temperature: f32,
@@ -64,8 +64,9 @@ pub fn run(args: RunArgs) -> Result<()> {
     if ids.is_empty() {
         bail!("the prompt is empty; this model needs at least one token to continue");
     }
-    let positions = ids.len() + args.max_tokens;
-    let model = opened.load(positions)?;
+    let most = args.max_tokens as usize;
+    let positions = ids.len() + most;
+    let model = opened.load(positions, Rows::Last)?;
     let mut cache = Cache::new(model.config(), positions)?;
     let mut out = std::io::stdout().lock();
     if !args.no_echo {
@@ -80,7 +81,7 @@ pub fn run(args: RunArgs) -> Result<()> {
     let (mut generated, mut steps) = (0, 0);
     let start = Instant::now();
     let ended = loop {
-        if generated == args.max_tokens {
+        if generated == most {
             break "the number of tokens asked for";
         }
         let id = sampler.next(&logits);
@@ -94,7 +95,7 @@ pub fn run(args: RunArgs) -> Result<()> {
         if piece.stopped {
             break "a stop text";
         }
-        if generated < args.max_tokens {
+        if generated < most {
             logits = model.forward(&[id], &mut cache, Rows::Last)?;
             steps += 1;
         }

@@ -30,7 +30,8 @@ fn run_without_a_model_writes_text_and_reports_on_stderr() {
 
 #[test]
 fn a_seed_gives_the_same_text_again() {
-    let args = ["run", "--max-tokens", "32", "--temperature", "1.2", "--top-k", "50", "--ignore-eos", "--backend", "portable"];
+    let args =
+        ["run", "--max-tokens", "32", "--temperature", "1.2", "--top-k", "50", "--ignore-eos", "--backend", "portable"];
     let with = |seed| ok(&[&args[..], &["--seed", seed]].concat()).0;
     assert_eq!(with("7"), with("7"));
     assert_ne!(with("7"), with("8"));

@@ -5,7 +5,7 @@ mod common;
 use bytes::Bytes;
 use kt::source::safetensors::SafetensorsSource;
 use kt_cli::host::config::Attention;
-use kt_cli::host::{Model, ModelConfig};
+use kt_cli::host::{Model, ModelConfig, Rows};
 
 const DIRECTORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/model/");
 
@@ -57,7 +57,7 @@ fn tensors_must_have_the_configured_shape() {
     let source = with_config(|c| c["head_dim"] = 32.into()).unwrap();
     let config = ModelConfig::read(&source).unwrap();
     assert_eq!(config.attention, Attention::Grouped { kv_heads: 2, head_dim: 32 });
-    let text = match Model::plan(&common::runtime(None), &source, &config, 8) {
+    let text = match Model::plan(&common::runtime(None), &source, &config, 8, Rows::Last) {
         Ok(_) => panic!("a wrong shape was accepted"),
         Err(e) => format!("{e:#}"),
     };

@@ -30,10 +30,8 @@ fn write_shard(path: &Path, tensors: &[(String, Vec<usize>, Vec<u8>)]) {
     let mut offset = 0;
     for (name, shape, data) in tensors {
         let end = offset + data.len();
-        header.insert(
-            name.clone(),
-            serde_json::json!({"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}),
-        );
+        header
+            .insert(name.clone(), serde_json::json!({"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}));
         offset = end;
     }
     let header = serde_json::Value::Object(header).to_string();
@@ -154,7 +152,7 @@ fn peak_memory_is_what_the_plan_says() {
         assert!(out.status.success(), "kt {args:?}: {}", String::from_utf8_lossy(&out.stderr));
         out
     };
-    let plan: serde_json::Value = serde_json::from_slice(&kt(&["plan", "--json"]).stdout).unwrap();
+    let plan: serde_json::Value = serde_json::from_slice(&kt(&["plan", "--json", "--context", "16"]).stdout).unwrap();
     let planned = plan["resident_bytes"].as_u64().unwrap();
     kt(&["run", "--prompt", "fn main() {", "--max-tokens", "4"]);
     let peak = peak_of_children();

@@ -26,7 +26,7 @@ fn portable_gives_the_reference_logits_and_tokens() {
         let model = load(&*source, Some("portable"), 64);
         let difference = max_difference(&logits(&model, &reference.ids), &reference.logits);
         println!("{directory}: largest difference {difference:.2e}");
-        if difference.is_nan() || difference >= 1e-3 {
+        if difference.is_nan() || difference >= 1e-4 {
             failures.push(format!("{directory}: logits differ by {difference}"));
         }
         let ids = greedy(&model, &reference.ids, reference.greedy_ids.len());
@@ -37,8 +37,8 @@ fn portable_gives_the_reference_logits_and_tokens() {
     assert!(failures.is_empty(), "{failures:#?}");
 }
 
-/// Kernels that round inputs to BF16 are off by about 5e-3 in each block, those with 8-bit inputs by 1e-2, and there are
-/// several blocks: the bounds leave about twice what is measured.
+/// Kernels that round inputs to BF16 are off by about 5e-3 in each block, those with 8-bit inputs by 1e-2; the dense matrices go
+/// through the same kernels. The bounds are about twice what is measured with AVX-512 (6e-3 and 1.2e-2).
 #[test]
 fn the_best_backends_stay_near_the_reference() {
     let mut failures = Vec::new();
@@ -48,7 +48,7 @@ fn the_best_backends_stay_near_the_reference() {
         let source = open(&path);
         let model = load(&*source, None, 64);
         let median = median_relative_rms(&logits(&model, &reference.ids), &reference.logits, model.vocabulary());
-        let bound = if directory.ends_with("bf16") || directory.ends_with("fp8_block") { 2e-2 } else { 4e-2 };
+        let bound = if directory.ends_with("bf16") || directory.ends_with("fp8_block") { 1.2e-2 } else { 2.5e-2 };
         println!("{directory}: median relative RMS {median:.2e} (bound {bound})");
         if median.is_nan() || median >= bound {
             failures.push(format!("{directory}: {median} is not below {bound}"));

@@ -27,12 +27,14 @@ fn logits_are_those_of_the_reference() {
 
 #[test]
 fn greedy_continuations_are_those_of_the_reference() {
-    let cases: serde_json::Value = serde_json::from_slice(&std::fs::read(data("tiny-moe/greedy.json")).unwrap()).unwrap();
+    let cases: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(data("tiny-moe/greedy.json")).unwrap()).unwrap();
     let source = built_in().unwrap();
     let tokenizer = Tokenizer::of(&source).unwrap();
     let model = load(&source, Some("portable"), 256);
     for case in cases.as_array().unwrap() {
-        let list = |key: &str| case[key].as_array().unwrap().iter().map(|v| v.as_u64().unwrap() as u32).collect::<Vec<_>>();
+        let list =
+            |key: &str| case[key].as_array().unwrap().iter().map(|v| v.as_u64().unwrap() as u32).collect::<Vec<_>>();
         let prompt = case["prompt"].as_str().unwrap();
         let (prompt_ids, want) = (list("prompt_ids"), list("ids"));
         assert_eq!(tokenizer.encode(prompt).unwrap(), prompt_ids, "{prompt:?}");
@@ -53,7 +55,12 @@ fn greedy_continuations_are_those_of_the_reference() {
 fn the_cache_changes_nothing() {
     for (source, name) in [
         (Box::new(built_in().unwrap()) as Box<dyn WeightSource>, "tiny"),
-        (Box::new(Requantized::new(kt::open(data("reference/deepseek_v3/bf16")).unwrap(), [kt::Format::F32; 3]).unwrap()), "deepseek"),
+        (
+            Box::new(
+                Requantized::new(kt::open(data("reference/deepseek_v3/bf16")).unwrap(), [kt::Format::F32; 3]).unwrap(),
+            ),
+            "deepseek",
+        ),
     ] {
         let model = load(&*source, Some("portable"), 64);
         let ids: Vec<u32> = (0..40).map(|i| (i * 37 + 5) % 300).collect();
@@ -110,12 +117,12 @@ fn the_plan_knows_what_the_host_takes() {
     let source = built_in().unwrap();
     let config = ModelConfig::read(&source).unwrap();
     let runtime = common::runtime(Some("portable"));
-    let plan = Model::plan(&runtime, &source, &config, 100).unwrap();
+    let plan = Model::plan(&runtime, &source, &config, 100, Rows::Last).unwrap();
     let of = |what: &str| plan.extra.iter().find(|e| e.0.contains(what)).map(|e| e.1).unwrap();
     // 4 layers, keys and values of 2 heads of 64, F32.
     assert_eq!(of("keys and values"), 4 * 2 * 2 * 64 * 4 * 100);
     let small = kt::runtime().memory_limit(1 << 20).build().unwrap();
-    let error = Model::load(&small, &source, &config, 100, Default::default()).err().unwrap();
+    let error = Model::load(&small, &source, &config, 100, Rows::Last, Default::default()).err().unwrap();
     assert!(matches!(error.downcast_ref(), Some(kt::Error::Memory(_))), "{error:#}");
     assert!(error.to_string().contains("keys and values"), "{error:#}");
 }

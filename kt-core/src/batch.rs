@@ -30,12 +30,7 @@ impl Batch {
     /// # Errors
     /// [`Error::Length`] when a slice is no multiple of `tokens`, or ids and weights differ in length. Ids are checked against the
     /// layer when the batch is submitted.
-    pub fn new(
-        tokens: usize,
-        input: impl Into<Hidden>,
-        topk_ids: Vec<i32>,
-        topk_weights: Vec<f32>,
-    ) -> Result<Batch> {
+    pub fn new(tokens: usize, input: impl Into<Hidden>, topk_ids: Vec<i32>, topk_weights: Vec<f32>) -> Result<Batch> {
         let batch = Batch { tokens, input: Arc::new(input.into()), topk_ids, topk_weights, output: Vec::new() };
         batch.check()?;
         Ok(batch)
@@ -53,8 +48,15 @@ impl Batch {
         topk_weights: Vec<f32>,
     ) -> Result<()> {
         let output = std::mem::take(&mut self.output);
-        *self = Batch { tokens: 0, input: Arc::new(Hidden::F32(Vec::new())), topk_ids: vec![], topk_weights: vec![], output };
-        let new = Batch { output: std::mem::take(&mut self.output), ..Batch::new(tokens, input, topk_ids, topk_weights)? };
+        *self = Batch {
+            tokens: 0,
+            input: Arc::new(Hidden::F32(Vec::new())),
+            topk_ids: vec![],
+            topk_weights: vec![],
+            output,
+        };
+        let new =
+            Batch { output: std::mem::take(&mut self.output), ..Batch::new(tokens, input, topk_ids, topk_weights)? };
         *self = new;
         Ok(())
     }

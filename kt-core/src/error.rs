@@ -43,7 +43,9 @@ pub enum Error {
         got: usize,
     },
     /// A batch names an expert that the layer does not have.
-    #[error("layer {layer}: topk_ids[{token}, {slot}] is {id}, but the layer has experts 0..{experts} (and -1 for none)")]
+    #[error(
+        "layer {layer}: topk_ids[{token}, {slot}] is {id}, but the layer has experts 0..{experts} (and -1 for none)"
+    )]
     ExpertOutOfRange {
         /// Index of the layer in the model.
         layer: usize,

@@ -134,7 +134,9 @@ impl Plan {
         let mut runs: Vec<(&LayerPlan, usize)> = Vec::new();
         for l in &self.layers {
             match runs.last_mut() {
-                Some((first, n)) if l.index == first.index + *n && LayerPlan { index: first.index, ..l.clone() } == **first => {
+                Some((first, n))
+                    if l.index == first.index + *n && LayerPlan { index: first.index, ..l.clone() } == **first =>
+                {
                     *n += 1
                 }
                 _ => runs.push((l, 1)),
@@ -147,7 +149,8 @@ impl Plan {
     pub fn explain(&self) -> String {
         let mut text = String::new();
         for (l, n) in self.runs() {
-            let layers = if n == 1 { format!("layer {}", l.index) } else { format!("layers {}-{}", l.index, l.index + n - 1) };
+            let layers =
+                if n == 1 { format!("layer {}", l.index) } else { format!("layers {}-{}", l.index, l.index + n - 1) };
             text += &format!("{layers}: {} on {} ({}): {}\n", l.format, l.backend, l.fit.tier, l.fit.how);
             for (backend, reason) in &l.declined {
                 text += &format!("  not {backend}: {reason}\n");
@@ -170,7 +173,11 @@ pub fn human_bytes(bytes: u64) -> String {
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{:<12} {:>7} {:<14} {:<22} {:>11} {:>11}", "layers", "experts", "format", "backend (tier)", "packed", "mapped")?;
+        writeln!(
+            f,
+            "{:<12} {:>7} {:<14} {:<22} {:>11} {:>11}",
+            "layers", "experts", "format", "backend (tier)", "packed", "mapped"
+        )?;
         for (l, n) in self.runs() {
             let layers = if n == 1 { l.index.to_string() } else { format!("{}-{}", l.index, l.index + n - 1) };
             let backend = format!("{} ({})", l.backend, l.fit.tier);
@@ -251,7 +258,8 @@ pub fn available_memory_under(root: &Path) -> Available {
         // A limit of any ancestor counts. Inside a container the path may not exist below the mounted root: then the root counts.
         let mut dir = path.trim_matches('/').to_string();
         loop {
-            let at = |file: &str| if dir.is_empty() { format!("{base}/{file}") } else { format!("{base}/{dir}/{file}") };
+            let at =
+                |file: &str| if dir.is_empty() { format!("{base}/{file}") } else { format!("{base}/{dir}/{file}") };
             if let (Some(limit), Some(used)) = (number(&at(max)), number(&at(current))) {
                 let cache = read(&at("memory.stat")).and_then(|t| field(&t, inactive)).unwrap_or(0);
                 lower(limit.saturating_sub(used.saturating_sub(cache)), format!("cgroup /{}", at(max)));

@@ -175,11 +175,17 @@ impl Runtime {
                 Err(why) => declined.push((c.name.clone(), why.to_string())),
                 Ok((backend, fit)) => match &best {
                     Some((name, _, first)) if first.rank >= fit.rank => {
-                        declined.push((c.name.clone(), format!("ranks below {name} ({} against {})", fit.tier, first.tier)));
+                        declined.push((
+                            c.name.clone(),
+                            format!("ranks below {name} ({} against {})", fit.tier, first.tier),
+                        ));
                     }
                     _ => {
                         if let Some((name, _, old)) = best.take() {
-                            declined.push((name.into(), format!("ranks below {} ({} against {})", c.name, old.tier, fit.tier)));
+                            declined.push((
+                                name.into(),
+                                format!("ranks below {} ({} against {})", c.name, old.tier, fit.tier),
+                            ));
                         }
                         best = Some((&c.name, backend, fit));
                     }
@@ -272,7 +278,8 @@ impl Runtime {
             let choice = self.choose_for(spec)?;
             let name = choice.backend.name().to_string();
             let all: Vec<u32> = (0..spec.experts as u32).collect();
-            let bank = contain(&name, spec.index, || choice.backend.load(spec, &all, source, &context)).and_then(|r| r)?;
+            let bank =
+                contain(&name, spec.index, || choice.backend.load(spec, &all, source, &context)).and_then(|r| r)?;
             tracing::info!(
                 layer = spec.index,
                 format = %spec.format_label(),
@@ -475,7 +482,14 @@ impl LayerExperts {
     }
 
     /// All banks work at the same time; their outputs are added in the order of the banks.
-    fn pass(&self, input: Arc<Hidden>, tokens: usize, ids: &[i32], weights: &[f32], output: Vec<f32>) -> Result<Vec<f32>> {
+    fn pass(
+        &self,
+        input: Arc<Hidden>,
+        tokens: usize,
+        ids: &[i32],
+        weights: &[f32],
+        output: Vec<f32>,
+    ) -> Result<Vec<f32>> {
         let top_k = (ids.len() / tokens.max(1)).max(1);
         let shares = scheduler::split(ids, weights, top_k, &self.homes, self.banks.len());
         let mut works = self.banks.iter().zip(shares).map(|(bank, share)| {

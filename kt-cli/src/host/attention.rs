@@ -28,8 +28,25 @@ pub(super) struct Attention {
 }
 
 enum Weights {
-    Grouped { q: Linear, k: Linear, v: Linear, q_norm: Tensor, k_norm: Tensor, kv_heads: usize, head_dim: usize },
-    Latent { q: Queries, kv_a: Linear, kv_a_norm: Tensor, keys: Tensor, values: Tensor, kv_lora: usize, nope: usize, rope: usize },
+    Grouped {
+        q: Linear,
+        k: Linear,
+        v: Linear,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        kv_heads: usize,
+        head_dim: usize,
+    },
+    Latent {
+        q: Queries,
+        kv_a: Linear,
+        kv_a_norm: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        kv_lora: usize,
+        nope: usize,
+        rope: usize,
+    },
 }
 
 enum Queries {
@@ -94,7 +111,13 @@ impl Attention {
     }
 
     /// Attention of `x: [tokens, hidden]`, whose first token has position `past`; its keys and values join the cache.
-    pub(super) fn forward(&self, x: &Tensor, angles: &Angles, cache: &mut LayerCache, past: usize) -> anyhow::Result<Tensor> {
+    pub(super) fn forward(
+        &self,
+        x: &Tensor,
+        angles: &Angles,
+        cache: &mut LayerCache,
+        past: usize,
+    ) -> anyhow::Result<Tensor> {
         let tokens = x.dim(0)?;
         let mixed = match &self.kind {
             Weights::Grouped { q, k, v, q_norm, k_norm, kv_heads, head_dim } => {
@@ -111,7 +134,9 @@ impl Attention {
             Weights::Latent { q, kv_a, kv_a_norm, keys, values, kv_lora, nope, rope } => {
                 let q = match q {
                     Queries::Direct(q) => multiply(q, x)?,
-                    Queries::Narrow { a, a_norm, b } => multiply(b, &norm(&multiply(a, x)?, a_norm, self.norm_epsilon)?)?,
+                    Queries::Narrow { a, a_norm, b } => {
+                        multiply(b, &norm(&multiply(a, x)?, a_norm, self.norm_epsilon)?)?
+                    }
                 };
                 let q = q.reshape((tokens, self.heads, nope + rope))?.transpose(0, 1)?;
                 let q_rotated = angles.rotate(&q.narrow(2, *nope, *rope)?)?;
@@ -146,7 +171,11 @@ fn attend(q: &Tensor, keys: &Tensor, values: &Tensor, past: usize) -> candle_cor
         let mut scores = q.matmul(&keys.transpose(1, 2)?)?;
         if count > 1 {
             let mask = mask(past + first, count)?;
-            scores = scores.reshape((groups, heads, count, seen))?.broadcast_add(&mask)?.reshape((groups, heads * count, seen))?;
+            scores = scores.reshape((groups, heads, count, seen))?.broadcast_add(&mask)?.reshape((
+                groups,
+                heads * count,
+                seen,
+            ))?;
         }
         let mixed = candle_nn::ops::softmax_last_dim(&scores)?.matmul(&values)?;
         parts.push(mixed.reshape((groups, heads, count, mixed.dim(D::Minus1)?))?);
@@ -171,7 +200,8 @@ mod tests {
     #[test]
     fn attend_is_causal_softmax_and_slices_agree() {
         let (groups, heads, tokens, past, width) = (2, 3, 5, 2, 4);
-        let numbers = |n: usize, seed: usize| (0..n).map(|i| ((i * 37 + seed * 11) % 19) as f32 / 9.0 - 1.0).collect::<Vec<_>>();
+        let numbers =
+            |n: usize, seed: usize| (0..n).map(|i| ((i * 37 + seed * 11) % 19) as f32 / 9.0 - 1.0).collect::<Vec<_>>();
         let all = past + tokens;
         let q = numbers(groups * heads * tokens * width, 1);
         let (k, v) = (numbers(groups * all * width, 2), numbers(groups * all * width, 3));
@@ -188,7 +218,8 @@ mod tests {
                         .map(|j| q.iter().zip(row(&k, j)).map(|(a, b)| (a * b) as f64).sum::<f64>().exp())
                         .collect();
                     for c in 0..width {
-                        let want: f64 = p.iter().enumerate().map(|(j, p)| p * row(&v, j)[c] as f64).sum::<f64>() / p.iter().sum::<f64>();
+                        let want: f64 = p.iter().enumerate().map(|(j, p)| p * row(&v, j)[c] as f64).sum::<f64>()
+                            / p.iter().sum::<f64>();
                         let got = got[((g * heads + h) * tokens + t) * width + c] as f64;
                         assert!((want - got).abs() < 1e-5, "{g} {h} {t} {c}: {want} {got}");
                     }

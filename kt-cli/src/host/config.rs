@@ -112,7 +112,9 @@ impl ModelConfig {
         let keys = Keys { metadata: source.metadata(), path: source.path() };
         let known = || FAMILIES.iter().map(|f| f.0).collect::<Vec<_>>().join(", ");
         let Some(family) = keys.metadata.family() else {
-            bail!(keys.wrong(("model_type", "general.architecture"), &format!("is missing; the host runs {}", known())));
+            bail!(
+                keys.wrong(("model_type", "general.architecture"), &format!("is missing; the host runs {}", known()))
+            );
         };
         let Some((_, reader)) = FAMILIES.iter().find(|f| f.0 == family) else {
             bail!(
@@ -142,7 +144,7 @@ impl ModelConfig {
             Attention::Grouped { kv_heads, head_dim } => 2 * kv_heads * head_dim,
             Attention::Latent { kv_lora, rope, .. } => kv_lora + rope,
         };
-        (self.layers * per_token) as u64 * positions as u64 * 4
+        (self.layers as u64 * per_token as u64 * 4).saturating_mul(positions as u64)
     }
 }
 
@@ -154,15 +156,17 @@ fn stop_ids(source: &dyn WeightSource, keys: &Keys<'_>) -> Result<Vec<u32>> {
             let ids = names.iter().filter_map(|name| Some((name, keys.raw(("", name))?)));
             return ids
                 .map(|(name, v)| {
-                    let id = v.as_f64().filter(|v| v.fract() == 0.0 && (0.0..u32::MAX as f64).contains(v)).map(|v| v as u32);
+                    let id =
+                        v.as_f64().filter(|v| v.fract() == 0.0 && (0.0..u32::MAX as f64).contains(v)).map(|v| v as u32);
                     id.ok_or_else(|| keys.wrong(("", name), "is not a token id").into())
                 })
                 .collect();
         }
         Metadata::HuggingFace(own) => match source.side_file("generation_config.json")? {
             Some(bytes) => {
-                let json: serde_json::Value = serde_json::from_slice(&bytes)
-                    .map_err(|e| Error::file(source.path().join("generation_config.json"), format!("not valid JSON: {e}")))?;
+                let json: serde_json::Value = serde_json::from_slice(&bytes).map_err(|e| {
+                    Error::file(source.path().join("generation_config.json"), format!("not valid JSON: {e}"))
+                })?;
                 if json.get("eos_token_id").is_some_and(|v| !v.is_null()) {
                     (json, "generation_config.json")
                 } else {
@@ -180,7 +184,8 @@ fn stop_ids(source: &dyn WeightSource, keys: &Keys<'_>) -> Result<Vec<u32>> {
     ids.into_iter()
         .map(|id| {
             id.and_then(|id| u32::try_from(id).ok()).ok_or_else(|| {
-                Error::tensor(source.path().join(file), "eos_token_id", "is neither a token id nor a list of them").into()
+                Error::tensor(source.path().join(file), "eos_token_id", "is neither a token id nor a list of them")
+                    .into()
             })
         })
         .collect()
@@ -349,7 +354,8 @@ impl Keys<'_> {
             return Err(Error::file(self.path, format!("rotary positions over an odd number of columns, {dim}")).into());
         }
         // Newer directories keep base and scaling together in `rope_parameters`.
-        let section = if self.raw(("rope_parameters.rope_theta", "")).is_some() { "rope_parameters" } else { "rope_scaling" };
+        let section =
+            if self.raw(("rope_parameters.rope_theta", "")).is_some() { "rope_parameters" } else { "rope_scaling" };
         let named = |name: &str| format!("{section}.{name}");
         let number = |name: &str, gguf: &str| self.optional_number((&named(name), gguf));
         let theta = match section {

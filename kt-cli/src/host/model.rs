@@ -83,7 +83,8 @@ impl Cache {
     /// # Errors
     /// The memory cannot be had.
     pub fn new(config: &ModelConfig, capacity: usize) -> Result<Self> {
-        let zeros = |heads, width| Tensor::zeros((heads, capacity.max(1), width), candle_core::DType::F32, &Device::Cpu);
+        let zeros =
+            |heads, width| Tensor::zeros((heads, capacity.max(1), width), candle_core::DType::F32, &Device::Cpu);
         let layer = || -> Result<LayerCache> {
             Ok(match config.attention {
                 Kind::Grouped { kv_heads, head_dim } => {
@@ -113,7 +114,12 @@ impl Cache {
 
 impl LayerCache {
     /// Writes keys and values `[heads, tokens, _]` behind the first `past` tokens; gives all of them so far.
-    pub(super) fn extend(&mut self, keys: &Tensor, values: Option<&Tensor>, past: usize) -> candle_core::Result<(Tensor, Tensor)> {
+    pub(super) fn extend(
+        &mut self,
+        keys: &Tensor,
+        values: Option<&Tensor>,
+        past: usize,
+    ) -> candle_core::Result<(Tensor, Tensor)> {
         let seen = past + keys.dim(1)?;
         self.keys.slice_set(&keys.contiguous()?, 1, past)?;
         let all = self.keys.narrow(1, 0, seen)?;
@@ -128,16 +134,23 @@ impl LayerCache {
 }
 
 impl Model {
-    /// What loading the model and running it over up to `positions` tokens takes, experts and host together. Reads headers only.
+    /// What loading the model and running it over up to `positions` tokens takes, experts and host together, with the logits of
+    /// `rows` of them. Reads headers only.
     ///
     /// # Errors
     /// A tensor that is missing or has a wrong shape, or that no backend can run.
-    pub fn plan(runtime: &Runtime, source: &dyn WeightSource, config: &ModelConfig, positions: usize) -> Result<Plan> {
-        let extra = host_bytes(&Dense::new(config, source, runtime), positions)?;
+    pub fn plan(
+        runtime: &Runtime,
+        source: &dyn WeightSource,
+        config: &ModelConfig,
+        positions: usize,
+        rows: Rows,
+    ) -> Result<Plan> {
+        let extra = host_bytes(&Dense::new(config, source, runtime), positions, rows)?;
         Ok(runtime.plan_with(source, &extra)?)
     }
 
-    /// Loads the model, for running it over up to `positions` tokens.
+    /// Loads the model, for running it over up to `positions` tokens with the logits of `rows` of them.
     ///
     /// # Errors
     /// [`kt::Error::Memory`] before anything is loaded, when it would not fit; otherwise as [`Model::plan`].
@@ -146,6 +159,7 @@ impl Model {
         source: &dyn WeightSource,
         config: &ModelConfig,
         positions: usize,
+        rows: Rows,
         progress: Arc<Progress>,
     ) -> Result<Self> {
         let dense = Dense::new(config, source, runtime);
@@ -161,7 +175,7 @@ impl Model {
                 );
             }
         }
-        let extra = host_bytes(&dense, positions)?;
+        let extra = host_bytes(&dense, positions, rows)?;
         let experts = runtime.load_with(source, LoadOptions { extra, progress })?;
         let layers = (0..config.layers)
             .map(|index| {
@@ -320,7 +334,7 @@ impl Router {
 }
 
 /// Memory of the host besides experts, by what it is for.
-fn host_bytes(dense: &Dense<'_>, positions: usize) -> Result<Vec<(String, u64)>> {
+fn host_bytes(dense: &Dense<'_>, positions: usize, rows: Rows) -> Result<Vec<(String, u64)>> {
     let config = dense.config;
     let weights = dense.bytes()?;
     let tokens = positions.min(PASS_TOKENS) as u64;
@@ -328,16 +342,21 @@ fn host_bytes(dense: &Dense<'_>, positions: usize) -> Result<Vec<(String, u64)>>
     // attention or a feed-forward part makes of it; scores, masked and as probabilities.
     let widest = match config.attention {
         Kind::Grouped { kv_heads, head_dim } => (config.heads * 3 + kv_heads * 3) * head_dim,
-        Kind::Latent { kv_lora, nope, rope, value, .. } => config.heads * (3 * (kv_lora + rope) + 2 * (nope + rope + value)),
+        Kind::Latent { kv_lora, nope, rope, value, .. } => {
+            config.heads * (3 * (kv_lora + rope) + 2 * (nope + rope + value))
+        }
     };
     let widest = widest.max(3 * config.dense_intermediate).max(3 * config.shared_intermediate);
-    let scores = (SCORES as u64).min((config.heads * positions) as u64 * tokens).max((config.heads * positions) as u64);
-    let activations = tokens * (4 * config.hidden + widest) as u64 * 4 + 3 * scores * 4;
+    let row = (config.heads as u64).saturating_mul(positions as u64);
+    let scores = row.saturating_mul(tokens).min(SCORES as u64).max(row);
+    let activations = (tokens * (4 * config.hidden + widest) as u64 * 4).saturating_add(scores.saturating_mul(12));
+    let rows = if rows == Rows::All { positions as u64 } else { 1 };
+    let logits = rows.saturating_mul(dense.embedding()?.rows() as u64 * 4);
     Ok(vec![
         ("host: dense weights, packed in memory".into(), weights.packed),
         ("host: embedding and dense weights in place (page cache)".into(), weights.mapped),
         (format!("host: keys and values of {positions} positions"), config.cache_bytes(positions)),
-        ("host: activations".into(), activations),
+        ("host: activations and logits".into(), activations.saturating_add(logits)),
     ])
 }
 

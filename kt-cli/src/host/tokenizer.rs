@@ -103,7 +103,12 @@ impl Tokenizer {
     }
 
     fn ids(&self, text: &str, special: bool) -> Result<Vec<u32>> {
-        Ok(self.inner.encode_fast(text, special).map_err(|e| anyhow!("cannot encode the text: {e}"))?.get_ids().to_vec())
+        Ok(self
+            .inner
+            .encode_fast(text, special)
+            .map_err(|e| anyhow!("cannot encode the text: {e}"))?
+            .get_ids()
+            .to_vec())
     }
 
     /// Text of token ids, without special tokens; bytes that are no UTF-8 become replacement characters.
@@ -180,4 +185,70 @@ fn from_gguf(map: &BTreeMap<String, Value>) -> Result<Tokenizer> {
         _ => None,
     };
     Ok(Tokenizer { inner, first })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const REFERENCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/reference/qwen3_moe");
+    const TEXTS: [&str; 4] = [
+        "The quick brown fox, it's 1234567 times!",
+        "  fn main() {\n\n\tprintln!(\"日本語 😀\");\r\n}   ",
+        "<|begin|>a<|endoftext|> b <|pad|>",
+        "",
+    ];
+
+    fn gguf() -> BTreeMap<String, Value> {
+        let source = kt::open(format!("{REFERENCE}/gguf-Q8_0/qwen3_moe-Q8_0.gguf")).unwrap();
+        let Metadata::Gguf(map) = source.metadata() else { panic!("not GGUF metadata") };
+        map.clone()
+    }
+
+    #[test]
+    fn the_tokenizer_inside_gguf_is_that_of_tokenizer_json() {
+        let json = Tokenizer::from_file(format!("{REFERENCE}/bf16/tokenizer.json").as_ref()).unwrap();
+        let gguf = from_gguf(&gguf()).unwrap();
+        for text in TEXTS {
+            let ids = json.encode(text).unwrap();
+            assert_eq!(gguf.encode(text).unwrap(), ids, "{text:?}");
+            assert_eq!(gguf.encode_prompt(text).unwrap(), ids, "{text:?}");
+            assert_eq!(gguf.decode(&ids).unwrap(), json.decode(&ids).unwrap(), "{text:?}");
+        }
+        assert!(json.encode(TEXTS[2]).unwrap().starts_with(&[0]));
+    }
+
+    #[test]
+    fn every_known_cutting_keeps_the_text() {
+        for cutting in CUTTINGS {
+            for pre in cutting.pre {
+                let mut map = gguf();
+                map.insert("tokenizer.ggml.pre".into(), Value::String(pre.to_string()));
+                let tokenizer = from_gguf(&map).unwrap();
+                for text in [TEXTS[0], TEXTS[1]] {
+                    assert_eq!(tokenizer.decode(&tokenizer.encode(text).unwrap()).unwrap(), text, "{pre}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_first_token_is_put_in_front_once() {
+        let mut map = gguf();
+        map.insert("tokenizer.ggml.add_bos_token".into(), Value::Bool(true));
+        let tokenizer = from_gguf(&map).unwrap();
+        let plain = tokenizer.encode("fox").unwrap();
+        assert_eq!(tokenizer.encode_prompt("fox").unwrap(), [&[0], &plain[..]].concat());
+        assert_eq!(tokenizer.encode_prompt("<|begin|>fox").unwrap(), [&[0], &plain[..]].concat());
+    }
+
+    #[test]
+    fn unknown_kinds_are_refused_by_name() {
+        for (key, value) in [("tokenizer.ggml.pre", "mystery"), ("tokenizer.ggml.model", "llama")] {
+            let mut map = gguf();
+            map.insert(key.into(), Value::String(value.into()));
+            let text = from_gguf(&map).err().map(|e| e.to_string()).unwrap_or_default();
+            assert!(text.contains(key) && text.contains(value) && text.contains("--tokenizer"), "{text:?}");
+        }
+    }
 }

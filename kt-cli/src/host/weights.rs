@@ -125,7 +125,8 @@ impl<'a> Dense<'a> {
     fn matrix(&self, name: &str, (rows, cols): (usize, usize)) -> Result<Matrix> {
         let matrix = self.source.tensor(name)?;
         if (matrix.rows(), matrix.cols()) != (rows, cols) {
-            let what = format!("is [{}, {}], but the configuration makes it [{rows}, {cols}]", matrix.rows(), matrix.cols());
+            let what =
+                format!("is [{}, {}], but the configuration makes it [{rows}, {cols}]", matrix.rows(), matrix.cols());
             bail!(Error::tensor(self.source.path(), name, what));
         }
         Ok(matrix)

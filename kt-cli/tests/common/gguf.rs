@@ -102,7 +102,10 @@ pub fn write_deepseek2(source: &dyn WeightSource, path: &Path, options: Options)
         ("attention.q_lora_rank", int("q_lora_rank")),
         ("attention.kv_lora_rank", lora),
         ("rope.dimension_count", rope),
-        ("rope.scaling.original_context_length", scaling["original_max_position_embeddings"].as_u64().unwrap() as usize),
+        (
+            "rope.scaling.original_context_length",
+            scaling["original_max_position_embeddings"].as_u64().unwrap() as usize,
+        ),
         ("vocab_size", int("vocab_size")),
     ] {
         pairs.uint(&key(name), value);

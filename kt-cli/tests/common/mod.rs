@@ -33,7 +33,7 @@ pub fn runtime(backend: Option<&str>) -> kt::Runtime {
 /// Loads a model for up to `positions` tokens.
 pub fn load(source: &dyn WeightSource, backend: Option<&str>, positions: usize) -> Model {
     let config = ModelConfig::read(source).unwrap();
-    Model::load(&runtime(backend), source, &config, positions, Arc::default()).unwrap()
+    Model::load(&runtime(backend), source, &config, positions, Rows::All, Arc::default()).unwrap()
 }
 
 /// All logits of a sequence, `[ids, vocabulary]`.
@@ -67,9 +67,12 @@ impl Reference {
         let bytes = std::fs::read(&path).unwrap();
         let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         let words = |name: &str| -> Vec<[u8; 4]> {
-            file.tensor(name).map(|t| t.data().chunks_exact(4).map(|b| b.try_into().unwrap()).collect()).unwrap_or_default()
+            file.tensor(name)
+                .map(|t| t.data().chunks_exact(4).map(|b| b.try_into().unwrap()).collect())
+                .unwrap_or_default()
         };
-        let ints = |name: &str| words(name).into_iter().map(|w| u32::try_from(i32::from_le_bytes(w)).unwrap()).collect();
+        let ints =
+            |name: &str| words(name).into_iter().map(|w| u32::try_from(i32::from_le_bytes(w)).unwrap()).collect();
         let logits = words("logits").into_iter().map(f32::from_le_bytes).collect();
         Reference { ids: ints("input_ids"), logits, greedy_ids: ints("greedy_ids") }
     }

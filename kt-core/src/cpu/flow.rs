@@ -124,7 +124,8 @@ impl<K: Kernel> Backend for CpuBackend<K> {
             }
         }
         let per_row = |layout: InputLayout, cols| layout.bytes(1, cols) as u64;
-        let mut scratch = per_row(layouts[0], layer.hidden) + per_row(layouts[2], layer.intermediate) * layer.top_k as u64;
+        let mut scratch =
+            per_row(layouts[0], layer.hidden) + per_row(layouts[2], layer.intermediate) * layer.top_k as u64;
         if layouts[1] != layouts[0] {
             scratch += per_row(layouts[1], layer.hidden);
         }

@@ -119,5 +119,13 @@ pub trait Kernel: Copy + Send + Sync + 'static {
     /// `out[i, j] = sum_k W[outputs.start + j, k] * x[rows[i], k]`: `out` is `[rows.len(), outputs.len()]` row-major,
     /// overwritten. `outputs` starts at a multiple of 16. Each number must come out the same whatever the other rows are and
     /// however the outputs are cut, except where the kernel's choice by number of rows is documented to change it.
-    fn product(self, w: &Weights, outputs: Range<usize>, x: Inputs<'_>, rows: &[u32], out: &mut [f32], scratch: &mut Scratch);
+    fn product(
+        self,
+        w: &Weights,
+        outputs: Range<usize>,
+        x: Inputs<'_>,
+        rows: &[u32],
+        out: &mut [f32],
+        scratch: &mut Scratch,
+    );
 }

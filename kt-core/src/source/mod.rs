@@ -20,8 +20,6 @@ use crate::routing::Routing;
 
 pub use metadata::Metadata;
 
-use map::Map;
-
 /// A checkpoint: shapes and formats of its expert layers, and handles on their bytes.
 ///
 /// The loader calls [`matrix`](WeightSource::matrix) from several threads at once, and keeps each returned handle for as long
@@ -119,7 +117,8 @@ pub fn open(path: impl AsRef<Path>) -> Result<Arc<dyn WeightSource>> {
             }
             _ if safetensors || config => Ok(Arc::new(safetensors::SafetensorsSource::open(path)?)),
             _ => {
-                let what = "no .safetensors and no .gguf file in this directory; name a checkpoint's directory or a GGUF file";
+                let what =
+                    "no .safetensors and no .gguf file in this directory; name a checkpoint's directory or a GGUF file";
                 Err(Error::file(path, what))
             }
         };

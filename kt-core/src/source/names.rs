@@ -425,7 +425,9 @@ mod tests {
         let all = names.len();
         names.dedup();
         assert_eq!(names.len(), all, "a name stands in two rows");
-        for family in ["qwen3_moe", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe", "mixtral", "minimax_m2", "gpt_oss"] {
+        for family in
+            ["qwen3_moe", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe", "mixtral", "minimax_m2", "gpt_oss"]
+        {
             assert!(by_model_type(family).is_some(), "{family}");
         }
         let nested = json!({"model_type": "kimi_vision", "text_config": {"model_type": "kimi_k2"}});
@@ -455,10 +457,16 @@ mod tests {
         assert_eq!(rule("mixtral", json!({"norm_topk_prob": false})), is(Rule::Softmax { renormalize: true }, 1.0));
         let v2 = json!({"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0});
         assert_eq!(rule("deepseek_v2", v2), is(Rule::GroupedSoftmax { groups: 8, keep: 3, renormalize: false }, 16.0));
-        assert_eq!(rule("deepseek_v2", json!({"topk_method": "greedy"})), is(Rule::Softmax { renormalize: false }, 1.0));
+        assert_eq!(
+            rule("deepseek_v2", json!({"topk_method": "greedy"})),
+            is(Rule::Softmax { renormalize: false }, 1.0)
+        );
         let v3 = json!({"n_group": 8, "topk_group": 4, "norm_topk_prob": true, "routed_scaling_factor": 2.5});
         assert_eq!(rule("deepseek_v3", v3), is(Rule::BiasedSigmoid { groups: 8, keep: 4, renormalize: true }, 2.5));
-        assert_eq!(rule("minimax_m2", json!({})), is(Rule::BiasedSigmoid { groups: 1, keep: 1, renormalize: true }, 1.0));
+        assert_eq!(
+            rule("minimax_m2", json!({})),
+            is(Rule::BiasedSigmoid { groups: 1, keep: 1, renormalize: true }, 1.0)
+        );
         assert_eq!(rule("gpt_oss", json!({})), is(Rule::TopKSoftmax, 1.0));
         assert_eq!(rule("deepseek_v4", json!({})), None);
     }

@@ -72,7 +72,8 @@ impl SafetensorsSource {
         check_blocks(&config, text, &file)?;
         let prefix = family.prefix(shards.tensors().keys().map(String::as_str));
         let blocks = config_count(text, &file, &["num_hidden_layers"])?;
-        let mut source = SafetensorsSource { shards, config: metadata, family, prefix, blocks, routing: None, layers: Vec::new() };
+        let mut source =
+            SafetensorsSource { shards, config: metadata, family, prefix, blocks, routing: None, layers: Vec::new() };
         source.layers = source.read_layers(text, &file)?;
         if let Some(layer) = source.layers.first() {
             source.routing = family.routing(text, layer.top_k);
@@ -137,7 +138,10 @@ impl SafetensorsSource {
             }
             let first = *common.get_or_insert(m.format());
             if m.format() != first {
-                let what = format!("is {}, but expert 0 of this layer is {first}; one format per layer is supported", m.format());
+                let what = format!(
+                    "is {}, but expert 0 of this layer is {first}; one format per layer is supported",
+                    m.format()
+                );
                 return Err(self.shards.fail(name, what));
             }
         }
@@ -151,8 +155,9 @@ impl SafetensorsSource {
             let what = format!("has shape {:?}, but by the config it is [{}, {tall}, {cols}]", t.shape, spec.experts);
             return Err(self.shards.fail(name, what));
         }
-        plain_format(t.dtype)
-            .ok_or_else(|| self.shards.fail(name, format!("packed experts of type {:?} are not supported yet", t.dtype)))
+        plain_format(t.dtype).ok_or_else(|| {
+            self.shards.fail(name, format!("packed experts of type {:?} are not supported yet", t.dtype))
+        })
     }
 
     /// The layouts of gpt-oss.
@@ -201,7 +206,9 @@ impl SafetensorsSource {
 /// A count in the config, which must be there.
 fn config_count(config: &Value, file: &Path, keys: &[&str]) -> Result<usize> {
     let found = count(config, keys).filter(|n| (1..=MOST).contains(n));
-    found.ok_or_else(|| Error::tensor(file, keys.join("` or `"), format!("missing from the config, or not in 1..={MOST}")))
+    found.ok_or_else(|| {
+        Error::tensor(file, keys.join("` or `"), format!("missing from the config, or not in 1..={MOST}"))
+    })
 }
 
 /// Refuses FP8 blocks other than 128 x 128, which the shape of the scales cannot always tell.

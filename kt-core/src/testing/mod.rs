@@ -151,7 +151,15 @@ struct Case<'a> {
     many_rows: bool,
 }
 
-fn work(input: &Hidden, tokens: usize, hidden: usize, ids: &[i32], weights: &[f32], top_k: usize, experts: usize) -> Work {
+fn work(
+    input: &Hidden,
+    tokens: usize,
+    hidden: usize,
+    ids: &[i32],
+    weights: &[f32],
+    top_k: usize,
+    experts: usize,
+) -> Work {
     let homes: Vec<Home> = (0..experts as u32).map(|local| Home { bank: 0, local }).collect();
     let share = scheduler::split(ids, weights, top_k, &homes, 1).remove(0);
     Work {
@@ -177,13 +185,14 @@ impl Case<'_> {
             let weights: Vec<f32> = ids.iter().map(|_| random.uniform()).collect();
             let inputs = [Some(Hidden::F32(values)), (tokens < 8).then_some(Hidden::Bf16(narrow))];
             for input in inputs.into_iter().flatten() {
-                let got = match self.bank.submit(work(&input, tokens, hidden, &ids, &weights, top_k, self.experts)).wait() {
-                    Ok(work) => work.output,
-                    Err(e) => {
-                        failures.push(format!("{label}, {name}: {e}"));
-                        continue;
-                    }
-                };
+                let got =
+                    match self.bank.submit(work(&input, tokens, hidden, &ids, &weights, top_k, self.experts)).wait() {
+                        Ok(work) => work.output,
+                        Err(e) => {
+                            failures.push(format!("{label}, {name}: {e}"));
+                            continue;
+                        }
+                    };
                 let want = self.naive.forward(&input, tokens, &ids, &weights, top_k);
                 let (error, bound) = (mean_error(&want, &got), self.bound * SCATTER);
                 if error.is_nan() || error > bound {
@@ -238,7 +247,12 @@ pub fn mean_error(want: &[f64], got: &[f32]) -> f64 {
     if difference == 0.0 { 0.0 } else { difference / reference }
 }
 
-fn load(backend: &dyn Backend, source: &SyntheticSource, experts: &[u32], threads: usize) -> crate::Result<Box<dyn ExpertBank>> {
+fn load(
+    backend: &dyn Backend,
+    source: &SyntheticSource,
+    experts: &[u32],
+    threads: usize,
+) -> crate::Result<Box<dyn ExpertBank>> {
     let context = LoadContext { team: Team::oversubscribed(threads)?, progress: Arc::<Progress>::default() };
     backend.load(&source.layers()[0], experts, source, &context)
 }
@@ -316,7 +330,11 @@ pub fn conformance<B: Backend>(backend: impl Fn(Tier) -> Result<B, Unsupported>)
                     }
                 };
                 if bank.packed_bytes() != fit.packed_bytes {
-                    failures.push(format!("{label}: packed {} bytes, probe said {}", bank.packed_bytes(), fit.packed_bytes));
+                    failures.push(format!(
+                        "{label}: packed {} bytes, probe said {}",
+                        bank.packed_bytes(),
+                        fit.packed_bytes
+                    ));
                 }
                 let naive = Naive::new(&source);
                 let many_rows = shape == SHAPES[0];

@@ -29,7 +29,8 @@ pub fn linear<'a>(shards: &'a Shards, base: &str, cols: Option<usize>) -> Result
         return Err(shards.fail(&format!("{base}.weight"), "missing from the checkpoint, in any format"));
     };
     let (rows, cols) = dimensions(shards, name, codes)?;
-    let scales = || scales(shards, base, if get("weight_scale_inv").is_some() { "weight_scale_inv" } else { "weight_scale" });
+    let scales =
+        || scales(shards, base, if get("weight_scale_inv").is_some() { "weight_scale_inv" } else { "weight_scale" });
     let (format, scales) = match codes.dtype {
         Dtype::F8_E4M3 => {
             let (scale_name, scale) = scales()?;
@@ -149,7 +150,9 @@ fn stored_shape(shards: &Shards, t: &Tensor) -> Option<[i64; 2]> {
 /// The scales of the codes beside them, of the type that [`matrix`] will check.
 fn scales<'a>(shards: &'a Shards, base: &str, suffix: &str) -> Result<(&'a str, &'a Tensor)> {
     let name = format!("{base}.{suffix}");
-    shards.get(&name).ok_or_else(|| shards.fail(&name, "missing: the weight beside it is quantized and needs its scales"))
+    shards
+        .get(&name)
+        .ok_or_else(|| shards.fail(&name, "missing: the weight beside it is quantized and needs its scales"))
 }
 
 /// Columns per scale, from the shape of the scales.

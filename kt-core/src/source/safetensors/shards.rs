@@ -56,8 +56,13 @@ pub struct Shards {
 impl Shards {
     /// Reads the index, where there is one, and the headers of all shards.
     pub fn open(path: &Path, files: Files) -> Result<Self> {
-        let mut all =
-            Shards { path: path.to_owned(), files, shards: Vec::new(), tensors: BTreeMap::new(), index: BTreeMap::new() };
+        let mut all = Shards {
+            path: path.to_owned(),
+            files,
+            shards: Vec::new(),
+            tensors: BTreeMap::new(),
+            index: BTreeMap::new(),
+        };
         let index = all.json(INDEX)?;
         let names = match &index {
             Some(json) => {
@@ -220,7 +225,13 @@ fn weight_map(file: &Path, index: &Value) -> Result<BTreeMap<String, String>> {
     for (name, value) in map {
         match value.as_str().filter(|f| is_plain(f)) {
             Some(f) => files.insert(name.clone(), f.to_owned()),
-            None => return Err(Error::tensor(file, name, format!("is said to be in {value}, which is not a plain file name"))),
+            None => {
+                return Err(Error::tensor(
+                    file,
+                    name,
+                    format!("is said to be in {value}, which is not a plain file name"),
+                ));
+            }
         };
     }
     if files.is_empty() {
@@ -238,7 +249,8 @@ fn blame(file: &Path, bytes: &[u8], why: &str) -> Error {
     let length = u64::from_le_bytes(*length);
     let data = usize::try_from(length).ok().and_then(|n| n.checked_add(LENGTH));
     let Some(header) = data.and_then(|d| bytes.get(LENGTH..d)) else {
-        let what = format!("its header claims {length} bytes, but the file has {len}: truncated, or not a safetensors file");
+        let what =
+            format!("its header claims {length} bytes, but the file has {len}: truncated, or not a safetensors file");
         return Error::file(file, what);
     };
     let left = (len - LENGTH - header.len()) as u64;
@@ -248,7 +260,9 @@ fn blame(file: &Path, bytes: &[u8], why: &str) -> Error {
             None => Error::file(file, format!("its header is wrong: {why}")),
         },
         Ok(_) => Error::file(file, "its header is not a JSON object: not a safetensors file"),
-        Err(e) => Error::file(file, format!("its header is not valid JSON: {e}; not a safetensors file, or a damaged one")),
+        Err(e) => {
+            Error::file(file, format!("its header is not valid JSON: {e}; not a safetensors file, or a damaged one"))
+        }
     }
 }
 
@@ -270,6 +284,10 @@ fn culprit(info: &Value, left: u64) -> Option<String> {
     let bits = shape.iter().try_fold(known.bitsize() as u64, |n, d| n.checked_mul(d.as_u64()?));
     match bits {
         Some(bits) if bits % 8 == 0 && bits / 8 == end - begin => None,
-        _ => Some(format!("{dtype} of shape {} does not take the {} bytes that it has", Value::from(shape.clone()), end - begin)),
+        _ => Some(format!(
+            "{dtype} of shape {} does not take the {} bytes that it has",
+            Value::from(shape.clone()),
+            end - begin
+        )),
     }
 }

@@ -1,0 +1,741 @@
+//! Damaged, incomplete and malicious checkpoints: each is refused, and the error names the file and the tensor or key.
+
+use std::path::{Path, PathBuf};
+
+use bytes::Bytes;
+use kt_core::source::gguf::{GgufSource, is_part_of};
+use kt_core::source::safetensors::SafetensorsSource;
+use kt_core::{Format, Group, Proj, Result, WeightSource};
+use serde_json::{Value, json};
+
+const HIDDEN: usize = 32;
+const INTERMEDIATE: usize = 64;
+const EXPERTS: usize = 2;
+
+/// A directory that is removed with its content.
+struct Dir(PathBuf);
+
+impl Dir {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("kt-hostile-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Dir(path)
+    }
+
+    fn write(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.0.join(name);
+        std::fs::write(&path, content).unwrap();
+        path
+    }
+}
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// The error's text, which must contain all of `wants`.
+#[track_caller]
+fn refused<T>(outcome: Result<T>, wants: &[&str]) {
+    let text = match outcome {
+        Ok(_) => panic!("accepted, but an error with {wants:?} was expected"),
+        Err(e) => e.to_string(),
+    };
+    for want in wants {
+        assert!(text.contains(want), "`{want}` is not in: {text}");
+    }
+}
+
+// ---- safetensors ----
+
+#[derive(Clone)]
+struct Tensor {
+    name: String,
+    dtype: &'static str,
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+fn tensor(name: impl Into<String>, dtype: &'static str, shape: &[usize]) -> Tensor {
+    let each = match dtype {
+        "F32" | "I32" => 4,
+        "BF16" | "F16" => 2,
+        "I64" => 8,
+        _ => 1,
+    };
+    Tensor { name: name.into(), dtype, shape: shape.to_vec(), bytes: vec![0; shape.iter().product::<usize>() * each] }
+}
+
+/// A safetensors file of a header and data.
+fn container(header: &Value, data: &[u8]) -> Vec<u8> {
+    let header = header.to_string();
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
+}
+
+fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
+    let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
+    for t in tensors {
+        let offsets = [data.len(), data.len() + t.bytes.len()];
+        header.insert(t.name.clone(), json!({"dtype": t.dtype, "shape": t.shape, "data_offsets": offsets}));
+        data.extend(&t.bytes);
+    }
+    container(&header.into(), &data)
+}
+
+fn config() -> Value {
+    json!({
+        "model_type": "qwen3_moe", "num_experts": EXPERTS, "num_experts_per_tok": 1, "num_hidden_layers": 1,
+        "hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE,
+    })
+}
+
+fn shape(proj: Proj) -> [usize; 2] {
+    if proj == Proj::Down { [HIDDEN, INTERMEDIATE] } else { [INTERMEDIATE, HIDDEN] }
+}
+
+const GATE_1: &str = "model.layers.0.mlp.experts.1.gate_proj";
+
+/// The tensors of a model; `linear` makes those of one linear layer from its name, rows and columns.
+fn model(linear: impl Fn(&str, usize, usize) -> Vec<Tensor>) -> Vec<Tensor> {
+    let mut tensors = vec![tensor("model.norm.weight", "BF16", &[HIDDEN])];
+    for (e, proj) in (0..EXPERTS).flat_map(|e| Proj::ALL.map(|p| (e, p))) {
+        let [rows, cols] = shape(proj);
+        tensors.extend(linear(&format!("model.layers.0.mlp.experts.{e}.{}_proj", proj.name()), rows, cols));
+    }
+    tensors
+}
+
+fn bf16(name: &str, rows: usize, cols: usize) -> Vec<Tensor> {
+    vec![tensor(format!("{name}.weight"), "BF16", &[rows, cols])]
+}
+
+fn fp8(name: &str, rows: usize, cols: usize) -> Vec<Tensor> {
+    let scale = tensor(format!("{name}.weight_scale_inv"), "F32", &[rows.div_ceil(128), cols.div_ceil(128)]);
+    vec![tensor(format!("{name}.weight"), "F8_E4M3", &[rows, cols]), scale]
+}
+
+fn int8(name: &str, rows: usize, cols: usize) -> Vec<Tensor> {
+    vec![
+        tensor(format!("{name}.weight"), "I8", &[rows, cols]),
+        tensor(format!("{name}.weight_scale"), "BF16", &[rows, 1]),
+    ]
+}
+
+/// compressed-tensors `pack-quantized`.
+fn packed(bits: usize, group: usize) -> impl Fn(&str, usize, usize) -> Vec<Tensor> {
+    move |name, rows, cols| {
+        let mut shape = tensor(format!("{name}.weight_shape"), "I64", &[2]);
+        shape.bytes = [rows, cols].iter().flat_map(|&n| (n as u64).to_le_bytes()).collect();
+        let codes = tensor(format!("{name}.weight_packed"), "I32", &[rows, cols * bits / 32]);
+        vec![codes, tensor(format!("{name}.weight_scale"), "BF16", &[rows, cols / group]), shape]
+    }
+}
+
+/// Replaces the tensors of one linear layer by their name's suffix.
+fn changed(mut tensors: Vec<Tensor>, name: &str, change: impl FnOnce(&mut Tensor)) -> Vec<Tensor> {
+    change(tensors.iter_mut().find(|t| t.name == name).unwrap_or_else(|| panic!("{name}")));
+    tensors
+}
+
+fn without(mut tensors: Vec<Tensor>, name: &str) -> Vec<Tensor> {
+    let before = tensors.len();
+    tensors.retain(|t| t.name != name);
+    assert_eq!(tensors.len() + 1, before, "{name}");
+    tensors
+}
+
+fn with(mut tensors: Vec<Tensor>, extra: Tensor) -> Vec<Tensor> {
+    tensors.push(extra);
+    tensors
+}
+
+fn from_files(config: &Value, files: &[(&str, Vec<u8>)]) -> Result<SafetensorsSource> {
+    let mut all = vec![("config.json".to_owned(), Bytes::from(config.to_string()))];
+    all.extend(files.iter().map(|(n, b)| (n.to_string(), Bytes::from(b.clone()))));
+    SafetensorsSource::from_files("checkpoint", all)
+}
+
+fn from_tensors(config: &Value, tensors: &[Tensor]) -> Result<SafetensorsSource> {
+    from_files(config, &[("model.safetensors", safetensors(tensors))])
+}
+
+fn set(key: &str, value: Value) -> Value {
+    let mut config = config();
+    config[key] = value;
+    config
+}
+
+#[test]
+fn the_unharmed_models_open_in_every_format() {
+    let formats: [(Format, Vec<Tensor>); 7] = [
+        (Format::Bf16, model(bf16)),
+        (Format::Fp8Block, model(fp8)),
+        (
+            Format::Fp8Channel,
+            model(|n, r, c| {
+                vec![
+                    tensor(format!("{n}.weight"), "F8_E4M3", &[r, c]),
+                    tensor(format!("{n}.weight_scale"), "BF16", &[r, 1]),
+                ]
+            }),
+        ),
+        (Format::Int8(Group::Row), model(int8)),
+        (Format::Int4(Group::Of(32)), model(packed(4, 32))),
+        (Format::Int4(Group::Of(16)), model(packed(4, 16))),
+        (Format::Int8Offset(Group::Of(8)), model(packed(8, 8))),
+    ];
+    for (format, tensors) in formats {
+        // Down has twice the columns: one scale a row is groups of 32 for gate and up, when these have 32 columns.
+        let source = from_tensors(&config(), &tensors).unwrap();
+        let want = if format == Format::Int4(Group::Of(32)) { Format::Int4(Group::Row) } else { format };
+        assert_eq!(source.layers()[0].formats, [want, want, format]);
+        for (e, proj) in (0..EXPERTS).flat_map(|e| Proj::ALL.map(|p| (e, p))) {
+            let m = source.matrix(0, e, proj).unwrap();
+            assert!(m.decode().iter().all(|&v| v == 0.0), "{format}");
+            let asked = source.tensor(&format!("model.layers.0.mlp.experts.{e}.{}_proj.weight", proj.name())).unwrap();
+            assert_eq!((asked.format(), asked.rows(), asked.cols()), (m.format(), m.rows(), m.cols()));
+        }
+    }
+}
+
+#[test]
+fn packed_experts_are_cut_into_their_parts() {
+    let config = json!({"model_type": "qwen3_5_moe", "text_config": set("model_type", json!("qwen3_5_moe_text"))});
+    let prefix = "model.language_model.layers.0.mlp.experts";
+    let mut gate_up = tensor(format!("{prefix}.gate_up_proj"), "BF16", &[EXPERTS, 2 * INTERMEDIATE, HIDDEN]);
+    let mut down = tensor(format!("{prefix}.down_proj"), "BF16", &[EXPERTS, HIDDEN, INTERMEDIATE]);
+    for t in [&mut gate_up, &mut down] {
+        // Each matrix holds its own number: gate 1, up 2 of expert 0, gate 3, up 4 of expert 1; down 1 and 2.
+        let part = HIDDEN * INTERMEDIATE;
+        let values = (0..t.bytes.len() / 2).map(|i| half::bf16::from_f32((1 + i / part) as f32));
+        t.bytes = values.flat_map(|v| v.to_le_bytes()).collect();
+    }
+    let tensors = [gate_up, down];
+    let source = from_tensors(&config, &tensors).unwrap();
+    assert_eq!(source.layers()[0].formats, [Format::Bf16; 3]);
+    assert_eq!((source.tensors().len(), source.dense_bytes()), (0, 0));
+    let value = |e, p| {
+        let m = source.matrix(0, e, p).unwrap();
+        let values = m.decode();
+        assert!((m.rows(), m.cols()) == shape(p).into() && values.iter().all(|&v| v == values[0]));
+        values[0]
+    };
+    for e in 0..EXPERTS {
+        let got = Proj::ALL.map(|p| value(e, p));
+        assert_eq!(got, [(2 * e + 1) as f32, (2 * e + 2) as f32, (e + 1) as f32]);
+    }
+    let tall = changed(tensors.to_vec(), &tensors[0].name, |t| t.shape = vec![2 * EXPERTS, INTERMEDIATE, HIDDEN]);
+    refused(from_tensors(&config, &tall), &["model.safetensors", "gate_up_proj", "[4, 64, 32]", "[2, 128, 32]"]);
+    let bytes = changed(tensors.to_vec(), &tensors[1].name, |t| *t = tensor(t.name.clone(), "F8_E4M3", &t.shape));
+    refused(from_tensors(&config, &bytes), &["model.safetensors", "down_proj", "F8_E4M3", "not supported yet"]);
+}
+
+#[test]
+fn damaged_safetensors_files_are_refused() {
+    let whole = safetensors(&model(bf16));
+    let open = |bytes: &[u8]| from_files(&config(), &[("model.safetensors", bytes.to_vec())]);
+    refused(open(&whole[..whole.len() - 1]), &["checkpoint/model.safetensors", "truncated", "model.layers.0"]);
+    refused(open(&whole[..100]), &["model.safetensors", "claims", "truncated"]);
+    refused(open(&whole[..5]), &["model.safetensors", "5 bytes"]);
+    refused(open(&[]), &["model.safetensors"]);
+    let mut long = whole.clone();
+    long[..8].copy_from_slice(&(whole.len() as u64).to_le_bytes());
+    refused(open(&long), &["model.safetensors", "claims", "truncated"]);
+    long[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+    refused(open(&long), &["model.safetensors", "18446744073709551615"]);
+    refused(open(&[&whole[..], &[0; 9]].concat()), &["model.safetensors"]);
+    refused(open(&container(&json!([1, 2]), &[])), &["model.safetensors", "not a JSON object"]);
+    let mut garbage = whole.clone();
+    garbage[20] = 0xff;
+    refused(open(&garbage), &["model.safetensors", "header"]);
+
+    let entry = |dtype: &str, shape: Value, begin: u64, end: u64| json!({"dtype": dtype, "shape": shape, "data_offsets": [begin, end]});
+    let one = |entry: Value, data: usize| open(&container(&json!({"some.weight": entry}), &vec![0; data]));
+    refused(one(entry("F32", json!([4]), 0, 16), 12), &["model.safetensors", "some.weight", "truncated"]);
+    refused(one(entry("F32", json!([4]), 16, 0), 16), &["model.safetensors", "some.weight", "backwards"]);
+    refused(one(entry("F32", json!([5]), 0, 16), 16), &["model.safetensors", "some.weight", "16 bytes"]);
+    refused(one(entry("F33", json!([4]), 0, 16), 16), &["model.safetensors", "some.weight", "F33"]);
+    refused(one(entry("F32", json!([u64::MAX, 4]), 0, 16), 16), &["model.safetensors", "some.weight"]);
+    refused(one(entry("F32", json!([4]), 0, u64::MAX), 16), &["model.safetensors", "some.weight", "truncated"]);
+    refused(one(entry("F32", json!([4]), 4, 20), 20), &["model.safetensors", "some.weight"]);
+    let overlapping = json!({"a.weight": entry("F32", json!([4]), 0, 16), "b.weight": entry("F32", json!([4]), 8, 24)});
+    refused(open(&container(&overlapping, &[0; 24])), &["model.safetensors", "b.weight"]);
+}
+
+#[test]
+fn tensors_that_are_missing_or_do_not_fit_are_named() {
+    let file = "checkpoint/model.safetensors";
+    let refuse =
+        |tensors: Vec<Tensor>, wants: &[&str]| refused(from_tensors(&config(), &tensors), &[&[file], wants].concat());
+    let part = |suffix: &str| format!("{GATE_1}.{suffix}");
+    let (weight, scale, packed_name, shape_name) =
+        (part("weight"), part("weight_scale"), part("weight_packed"), part("weight_shape"));
+    refuse(without(model(bf16), &weight), &[&weight, "missing"]);
+    refuse(changed(model(bf16), &weight, |t| t.shape.reverse()), &[&weight, "[32, 64]", "[64, 32]"]);
+    refuse(changed(model(bf16), &weight, |t| t.dtype = "I16"), &[&weight, "I16"]);
+    refuse(changed(model(bf16), &weight, |t| t.dtype = "F16"), &[&weight, "F16", "BF16"]);
+    refuse(changed(model(bf16), &weight, |t| *t = tensor(t.name.clone(), "BF16", &[0, 1 << 40])), &[&weight, "empty"]);
+    refuse(changed(model(bf16), &weight, |t| *t = tensor(t.name.clone(), "BF16", &[])), &[&weight, "[1, 1]"]);
+
+    let inverse = part("weight_scale_inv");
+    refuse(without(model(fp8), &inverse), &[&scale, "missing"]);
+    refuse(changed(model(fp8), &inverse, |t| *t = tensor(t.name.clone(), "F32", &[1, 2])), &[&inverse, "[1, 2]"]);
+    refuse(changed(model(fp8), &inverse, |t| *t = tensor(t.name.clone(), "I32", &[1, 1])), &[&inverse, "I32"]);
+    refuse(changed(model(fp8), &inverse, |t| *t = tensor(t.name.clone(), "U8", &[64, 1])), &[&weight, "MXFP8"]);
+
+    refuse(without(model(int8), &scale), &[&scale, "missing"]);
+    refuse(changed(model(int8), &scale, |t| *t = tensor(t.name.clone(), "BF16", &[64, 5])), &[&scale, "5 scales"]);
+    refuse(changed(model(int8), &scale, |t| *t = tensor(t.name.clone(), "BF16", &[63, 1])), &[&scale, "[63, 1]"]);
+
+    let int4 = || model(packed(4, 16));
+    refuse(without(int4(), &shape_name), &[&shape_name, "missing"]);
+    refuse(without(int4(), &scale), &[&scale, "missing"]);
+    refuse(changed(int4(), &packed_name, |t| *t = tensor(t.name.clone(), "I32", &[64, 5])), &[&packed_name, "5 words"]);
+    refuse(changed(int4(), &packed_name, |t| *t = tensor(t.name.clone(), "U8", &[64, 16])), &[&packed_name, "MXFP4"]);
+    refuse(changed(int4(), &scale, |t| *t = tensor(t.name.clone(), "BF16", &[64, 32])), &[&packed_name, "even"]);
+    for (suffix, what) in [
+        ("weight_zero_point", "asymmetric"),
+        ("weight_g_idx", "activation order"),
+        ("qweight", "GPTQ"),
+        ("weight_global_scale", "NVFP4"),
+        ("scale", "MXFP4"),
+    ] {
+        let name = part(suffix);
+        refuse(with(int4(), tensor(name.clone(), "I32", &[4])), &[&name, what, "not supported yet"]);
+    }
+    // What the data says of the shape is read with the data, not when opening.
+    let lying = changed(int4(), &shape_name, |t| t.bytes[8] = 64);
+    let source = from_tensors(&config(), &lying).unwrap();
+    refused(source.matrix(0, 1, Proj::Gate), &[file, GATE_1]);
+    assert!(source.matrix(0, 0, Proj::Gate).is_ok());
+}
+
+#[test]
+fn scales_that_are_no_numbers_are_found() {
+    let inverse = format!("{GATE_1}.weight_scale_inv");
+    let nan = changed(model(fp8), &inverse, |t| t.bytes.copy_from_slice(&f32::NAN.to_le_bytes()));
+    let source = from_tensors(&config(), &nan).unwrap();
+    let text = source.matrix(0, 1, Proj::Gate).unwrap().check_scales().unwrap_err();
+    assert!(text.contains("NaN") && text.contains("[0, 0]"), "{text}");
+    source.matrix(0, 1, Proj::Up).unwrap().check_scales().unwrap();
+    assert_eq!(
+        source.tensor_name(0, 1, Proj::Gate),
+        ("checkpoint/model.safetensors".into(), format!("{GATE_1}.weight"))
+    );
+}
+
+#[test]
+fn configs_that_cannot_be_are_refused() {
+    let open = |config: Value| from_tensors(&config, &model(bf16));
+    let file = "checkpoint/config.json";
+    refused(open(set("model_type", json!("bert"))), &[file, "model_type", "bert", "qwen3_moe"]);
+    refused(open(set("model_type", json!(7))), &[file, "model_type", "missing"]);
+    refused(open(set("num_experts", json!(null))), &[file, "num_experts", "n_routed_experts"]);
+    refused(open(set("num_experts", json!(-2))), &[file, "num_experts"]);
+    refused(open(set("num_experts", json!(3))), &["model.safetensors", "experts.2.gate_proj.weight", "missing"]);
+    refused(open(set("num_experts_per_tok", json!(3))), &[file, "num_experts_per_tok", "3", "2 experts"]);
+    refused(open(set("num_experts_per_tok", json!(0))), &[file, "num_experts_per_tok"]);
+    refused(open(set("hidden_size", json!(u64::MAX))), &[file, "hidden_size"]);
+    refused(open(set("hidden_size", json!(16))), &["model.safetensors", "experts.0.gate_proj.weight", "[64, 16]"]);
+    refused(open(set("moe_intermediate_size", json!("64"))), &[file, "moe_intermediate_size"]);
+    refused(
+        open(set("num_hidden_layers", json!(2))),
+        &["model.safetensors", "model.layers.1.mlp.experts.0", "missing"],
+    );
+    refused(open(set("mlp_only_layers", json!([0]))), &[file, "no layer"]);
+    let blocks = json!({"weight_block_size": [64, 64]});
+    refused(open(set("quantization_config", blocks)), &[file, "weight_block_size", "[64,64]", "128"]);
+    refused(from_files(&json!([]), &[("model.safetensors", safetensors(&model(bf16)))]), &[file, "model_type"]);
+    let files = vec![("model.safetensors".to_owned(), Bytes::from(safetensors(&model(bf16))))];
+    refused(SafetensorsSource::from_files("checkpoint", files.clone()), &[file, "missing"]);
+    let broken = [files, vec![("config.json".to_owned(), Bytes::from_static(b"{\"model_type\":"))]].concat();
+    refused(SafetensorsSource::from_files("checkpoint", broken), &[file, "JSON"]);
+    let mut grouped = config();
+    grouped["model_type"] = json!("deepseek_v3");
+    grouped["n_group"] = json!(3);
+    refused(open(grouped), &[file, "3 groups"]);
+}
+
+#[test]
+fn families_whose_experts_cannot_be_read_yet_say_so() {
+    let config = |family: &str| {
+        json!({
+            "model_type": family, "num_local_experts": 2, "n_routed_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 1,
+            "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "moe_intermediate_size": INTERMEDIATE,
+        })
+    };
+    let blocks = "model.layers.0.mlp.experts.gate_up_proj_blocks";
+    let gpt_oss = [tensor(blocks, "U8", &[2, 128, 1, 16])];
+    refused(from_tensors(&config("gpt_oss"), &gpt_oss), &["model.safetensors", blocks, "MXFP4", "not supported yet"]);
+    let scale = "layers.0.ffn.experts.0.w1.scale";
+    let v4 = [tensor("layers.0.ffn.experts.0.w1.weight", "I8", &[64, 16]), tensor(scale, "F8_E8M0", &[64, 1])];
+    refused(from_tensors(&config("deepseek_v4"), &v4), &["model.safetensors", scale, "MXFP4", "not supported yet"]);
+}
+
+#[test]
+fn shards_and_their_index_are_checked() {
+    let tensors = model(packed(4, 16));
+    let names = ["a-00001-of-00002.safetensors", "a-00002-of-00002.safetensors"];
+    // Every second tensor is in the other file: weights, scales and shapes of one matrix are apart.
+    let shard = |which: usize| -> Vec<Tensor> { tensors.iter().skip(which).step_by(2).cloned().collect() };
+    let index = |change: &dyn Fn(&mut serde_json::Map<String, Value>)| {
+        let mut map = tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), json!(names[i % 2]))).collect();
+        change(&mut map);
+        ("model.safetensors.index.json", json!({"weight_map": map}).to_string().into_bytes())
+    };
+    let files = |index: (&'static str, Vec<u8>)| {
+        vec![(names[0], safetensors(&shard(0))), (names[1], safetensors(&shard(1))), index]
+    };
+    let open = |files: &[(&str, Vec<u8>)]| from_files(&config(), files);
+    let source = open(&files(index(&|_| {}))).unwrap();
+    assert_eq!(source.layers()[0].format_label(), "INT4-g16");
+    assert!(source.matrix(0, 1, Proj::Down).is_ok());
+
+    let index_file = "checkpoint/model.safetensors.index.json";
+    refused(open(&files(index(&|_| {}))[1..]), &[index_file, names[0], "download"]);
+    refused(open(&files(index(&|_| {}))[2..]), &[index_file, names[0], names[1]]);
+    for escape in ["../a.safetensors", "/etc/passwd", "sub/a.safetensors", "..", ""] {
+        let bad = index(&|m| _ = m.insert("model.norm.weight".into(), json!(escape)));
+        refused(open(&files(bad)), &[index_file, "model.norm.weight", escape]);
+    }
+    let wrong_file = index(&|m| _ = m.insert("model.norm.weight".into(), json!(names[1])));
+    refused(open(&files(wrong_file)), &[names[1], "model.norm.weight", "index"]);
+    let phantom = index(&|m| _ = m.insert("phantom.weight".into(), json!(names[1])));
+    refused(open(&files(phantom)), &[names[1], "phantom.weight", "index"]);
+    let expert = format!("{GATE_1}.weight_packed");
+    let forgotten = index(&|m| _ = m.remove(&expert));
+    refused(open(&files(forgotten)), &[index_file, GATE_1, "missing"]);
+    refused(open(&files((index_file.rsplit('/').next().unwrap(), b"{}".to_vec()))), &[index_file, "weight_map"]);
+    // Without an index, all files are read, and none may hold what another has.
+    assert!(open(&files(index(&|_| {}))[..2]).is_ok());
+    let twice = [(names[0], safetensors(&tensors)), (names[1], safetensors(&shard(1)))];
+    refused(open(&twice), &[names[1], names[0], "too"]);
+}
+
+// ---- GGUF ----
+
+fn text(out: &mut Vec<u8>, text: &str) {
+    out.extend((text.len() as u64).to_le_bytes());
+    out.extend(text.as_bytes());
+}
+
+/// Name, dimensions, type and offset of a tensor.
+type Entry = (String, Vec<u64>, u32, u64);
+
+#[derive(Clone)]
+struct Gguf {
+    version: u32,
+    pairs: Vec<(String, u32, Vec<u8>)>,
+    tensors: Vec<Entry>,
+    data: usize,
+    counts: [Option<u64>; 2],
+}
+
+const Q8_0: u32 = 8;
+
+impl Gguf {
+    /// A model of one layer whose experts are Q8_0.
+    fn model() -> Gguf {
+        let mut g = Gguf { version: 3, pairs: vec![], tensors: vec![], data: 0, counts: [None; 2] };
+        let mut name = Vec::new();
+        text(&mut name, "qwen3moe");
+        g.pairs.push(("general.architecture".into(), 8, name));
+        for (key, value) in
+            [("block_count", 1), ("embedding_length", HIDDEN), ("expert_count", EXPERTS), ("expert_used_count", 1)]
+        {
+            g = g.uint(&format!("qwen3moe.{key}"), value as u32);
+        }
+        g.tensor("output_norm.weight", &[HIDDEN as u64], 0, HIDDEN * 4);
+        for proj in Proj::ALL {
+            let [rows, cols] = shape(proj);
+            let ne = [cols as u64, rows as u64, EXPERTS as u64];
+            g.tensor(&format!("blk.0.ffn_{}_exps.weight", proj.name()), &ne, Q8_0, EXPERTS * rows * cols / 32 * 34);
+        }
+        g
+    }
+
+    fn tensor(&mut self, name: &str, ne: &[u64], kind: u32, bytes: usize) {
+        self.tensors.push((name.into(), ne.to_vec(), kind, self.data as u64));
+        self.data = (self.data + bytes).next_multiple_of(32);
+    }
+
+    /// Sets a metadata entry.
+    fn pair(mut self, key: &str, kind: u32, value: Vec<u8>) -> Gguf {
+        self.pairs.retain(|p| p.0 != key);
+        self.pairs.push((key.into(), kind, value));
+        self
+    }
+
+    fn uint(self, key: &str, value: u32) -> Gguf {
+        self.pair(key, 4, value.to_le_bytes().to_vec())
+    }
+
+    fn without_pair(mut self, key: &str) -> Gguf {
+        self.pairs.retain(|p| p.0 != key);
+        self
+    }
+
+    /// Changes the entry of a tensor: name, dimensions, type, offset.
+    fn entry(mut self, name: &str, change: impl FnOnce(&mut Entry)) -> Gguf {
+        change(self.tensors.iter_mut().find(|t| t.0 == name).unwrap());
+        self
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let mut out = b"GGUF".to_vec();
+        out.extend(self.version.to_le_bytes());
+        out.extend(self.counts[0].unwrap_or(self.tensors.len() as u64).to_le_bytes());
+        out.extend(self.counts[1].unwrap_or(self.pairs.len() as u64).to_le_bytes());
+        for (key, kind, value) in &self.pairs {
+            text(&mut out, key);
+            out.extend(kind.to_le_bytes());
+            out.extend(value);
+        }
+        for (name, ne, kind, offset) in &self.tensors {
+            text(&mut out, name);
+            out.extend((ne.len() as u32).to_le_bytes());
+            out.extend(ne.iter().flat_map(|n| n.to_le_bytes()));
+            out.extend(kind.to_le_bytes());
+            out.extend(offset.to_le_bytes());
+        }
+        out.resize(out.len().next_multiple_of(32) + self.data, 0);
+        out
+    }
+
+    fn open(&self) -> Result<GgufSource> {
+        GgufSource::from_bytes("file.gguf", vec![self.bytes().into()])
+    }
+}
+
+const UP: &str = "blk.0.ffn_up_exps.weight";
+
+#[test]
+fn the_unharmed_gguf_file_opens() {
+    for version in [2, 3] {
+        let source = Gguf { version, ..Gguf::model() }.open().unwrap();
+        assert_eq!(
+            (source.layers()[0].format_label().as_str(), source.layers()[0].intermediate),
+            ("Q8_0", INTERMEDIATE)
+        );
+        assert_eq!(source.matrix(0, 1, Proj::Down).unwrap().decode(), vec![0.0; HIDDEN * INTERMEDIATE]);
+        assert_eq!((source.tensors(), source.dense_bytes()), (vec!["output_norm.weight".to_owned()], 128));
+    }
+    assert!(Gguf::model().uint("general.alignment", 8).open().is_ok());
+}
+
+#[test]
+fn fused_gate_and_up_are_taken_apart() {
+    let mut g = Gguf::model();
+    g.tensors.retain(|t| !t.0.contains("gate_exps") && !t.0.contains("up_exps"));
+    // F32, so that values are easy to write: every matrix holds its own number.
+    let one = HIDDEN * INTERMEDIATE;
+    g.tensor("blk.0.ffn_gate_up_exps.weight", &[HIDDEN as u64, 2 * INTERMEDIATE as u64, 2], 0, 4 * one * 4);
+    let mut bytes = g.bytes();
+    let start = bytes.len() - 4 * one * 4;
+    for (i, value) in bytes[start..].chunks_exact_mut(4).enumerate() {
+        value.copy_from_slice(&((i / one) as f32).to_le_bytes());
+    }
+    let source = GgufSource::from_bytes("file.gguf", vec![bytes.into()]).unwrap();
+    assert_eq!(source.layers()[0].formats, [Format::F32, Format::F32, Format::Q8_0]);
+    for (e, proj) in (0..EXPERTS).flat_map(|e| [(e, Proj::Gate), (e, Proj::Up)]) {
+        assert_eq!(source.matrix(0, e, proj).unwrap().decode(), vec![(2 * e + proj.index()) as f32; one]);
+    }
+    let odd = g.entry("blk.0.ffn_gate_up_exps.weight", |t| t.1[1] -= 1);
+    refused(odd.open(), &["file.gguf", "ffn_gate_up_exps", "even"]);
+}
+
+#[test]
+fn damaged_gguf_files_are_refused() {
+    let good = Gguf::model();
+    let whole = good.bytes();
+    let open = |bytes: &[u8]| GgufSource::from_bytes("file.gguf", vec![Bytes::copy_from_slice(bytes)]);
+    // The padding after the last tensor may be missing; everything else may not, wherever the file ends.
+    for len in (0..whole.len() - 32).step_by(7) {
+        refused(open(&whole[..len]), &["file.gguf"]);
+    }
+    refused(open(&whole[..whole.len() - 40]), &["file.gguf", "blk.0.ffn_down_exps.weight", "truncated"]);
+    refused(open(&whole[..190]), &["file.gguf", "metadata key 4", "truncated"]);
+    refused(open(b"GGML\x03\0\0\0"), &["file.gguf", "GGUF"]);
+    refused(open(&[&b"GGUF"[..], &3u32.to_be_bytes(), &[0; 16]].concat()), &["file.gguf", "big-endian"]);
+    refused(Gguf { version: 1, ..good.clone() }.open(), &["file.gguf", "version 1"]);
+    refused(Gguf { version: 4, ..good.clone() }.open(), &["file.gguf", "version 4"]);
+    for n in [u64::MAX, u64::MAX / 24, 1 << 40] {
+        refused(
+            Gguf { counts: [Some(n), None], ..good.clone() }.open(),
+            &["file.gguf", "number of tensors", &n.to_string()],
+        );
+        refused(
+            Gguf { counts: [None, Some(n)], ..good.clone() }.open(),
+            &["file.gguf", "metadata entries", &n.to_string()],
+        );
+        refused(
+            good.clone().pair("some.text", 8, n.to_le_bytes().to_vec()).open(),
+            &["file.gguf", "some.text", &n.to_string()],
+        );
+        let array = [&4u32.to_le_bytes()[..], &n.to_le_bytes()].concat();
+        refused(good.clone().pair("some.array", 9, array).open(), &["file.gguf", "some.array", &n.to_string()]);
+    }
+    let nested = [9u32.to_le_bytes().to_vec(), 1u64.to_le_bytes().to_vec()].concat().repeat(9);
+    refused(good.clone().pair("some.array", 9, nested).open(), &["file.gguf", "some.array", "deep"]);
+    refused(
+        good.clone().pair("some.array", 9, [99u32.to_le_bytes().to_vec(), vec![0; 8]].concat()).open(),
+        &["some.array", "99"],
+    );
+    refused(good.clone().pair("some.key", 13, vec![0; 8]).open(), &["file.gguf", "some.key", "type 13"]);
+    refused(
+        good.clone().pair("some.text", 8, [&2u64.to_le_bytes()[..], &[0xc3, 0x28]].concat()).open(),
+        &["some.text", "UTF-8"],
+    );
+    let mut twice = good.clone();
+    twice.pairs.push(twice.pairs[1].clone());
+    refused(twice.open(), &["file.gguf", "qwen3moe.block_count", "twice"]);
+    for alignment in [0, 3, 48, 1 << 31] {
+        refused(
+            good.clone().uint("general.alignment", alignment).open(),
+            &["file.gguf", "general.alignment", "power of two"],
+        );
+    }
+    refused(good.clone().pair("general.alignment", 6, vec![0; 4]).open(), &["file.gguf", "general.alignment"]);
+}
+
+#[test]
+fn gguf_tensors_that_cannot_be_are_named() {
+    let refuse = |change: &dyn Fn(&mut Entry), wants: &[&str]| {
+        refused(Gguf::model().entry(UP, change).open(), &[&["file.gguf", UP], wants].concat());
+    };
+    refuse(&|t| t.3 = 1 << 40, &["beyond", "truncated"]);
+    refuse(&|t| t.3 = u64::MAX - 31, &["beyond"]);
+    refuse(&|t| t.3 += 1, &["multiple of 32"]);
+    refuse(&|t| t.3 -= 32, &["overlap", "ffn_gate_exps"]);
+    refuse(&|t| t.1 = vec![1 << 32, 1 << 32, 2], &["overflow"]);
+    refuse(&|t| t.1 = vec![u64::MAX, 1, 1], &["Q8_0"]);
+    refuse(&|t| t.1 = vec![32, 0, 1 << 63], &["empty"]);
+    refuse(&|t| t.1 = vec![32, 1, 1, 1, 1], &["5 dimensions"]);
+    refuse(&|t| t.1 = vec![33, 64, 2], &["33", "Q8_0"]);
+    refuse(&|t| t.1 = vec![64, 32, 2], &["hidden size 32"]);
+    refuse(&|t| t.1 = vec![32, 64, 1], &["2 experts"]);
+    refuse(&|t| t.1 = vec![32, 32, 2], &["intermediate"]);
+    refuse(&|t| t.1 = vec![32, 64], &["three"]);
+    refuse(&|t| t.2 = 99, &["type 99"]);
+    refuse(&|t| t.2 = 31, &["Q4_0_4_4"]);
+    refuse(&|t| t.2 = 20, &["IQ4_NL", "not supported yet"]);
+    refuse(&|t| t.2 = 39, &["MXFP4", "not supported yet"]);
+    refused(Gguf::model().entry(UP, |t| t.0 = "other".into()).open(), &["file.gguf", UP, "missing"]);
+    let gate = "blk.0.ffn_gate_exps.weight";
+    refused(Gguf::model().entry(UP, |t| t.0 = gate.into()).open(), &["file.gguf", gate, "twice"]);
+
+    // A type that is not decoded matters only when it is asked for.
+    let source = Gguf::model().entry("output_norm.weight", |t| t.2 = 20).open().unwrap();
+    refused(source.tensor("output_norm.weight"), &["file.gguf", "output_norm.weight", "IQ4_NL", "not supported yet"]);
+    refused(source.tensor("no.such"), &["file.gguf", "no.such", "missing"]);
+    refused(source.matrix(0, 2, Proj::Up), &["file.gguf", "expert 2"]);
+    refused(source.matrix(1, 0, Proj::Up), &["file.gguf", "layer 1"]);
+}
+
+#[test]
+fn gguf_metadata_that_cannot_be_is_named() {
+    let g = Gguf::model;
+    let set = |key: &str, value: u32| g().uint(&format!("qwen3moe.{key}"), value);
+    refused(g().without_pair("general.architecture").open(), &["file.gguf", "general.architecture", "missing"]);
+    let mut name = Vec::new();
+    text(&mut name, "clip");
+    refused(
+        g().pair("general.architecture", 8, name).open(),
+        &["file.gguf", "general.architecture", "clip", "qwen3moe"],
+    );
+    refused(g().without_pair("qwen3moe.expert_count").open(), &["file.gguf", "qwen3moe.expert_count", "missing"]);
+    refused(set("expert_count", 0).open(), &["file.gguf", "qwen3moe.expert_count"]);
+    refused(set("expert_count", 3).open(), &["file.gguf", "ffn_gate_exps", "3 experts"]);
+    refused(set("expert_used_count", 3).open(), &["file.gguf", "qwen3moe.expert_used_count", "3", "2 experts"]);
+    refused(g().without_pair("qwen3moe.embedding_length").open(), &["file.gguf", "qwen3moe.embedding_length"]);
+    refused(set("block_count", 2).open(), &["file.gguf", "blk.1.ffn_gate_exps.weight", "missing"]);
+    refused(set("block_count", u32::MAX).open(), &["file.gguf", "blk.1.ffn_gate_exps.weight", "missing"]);
+    refused(set("nextn_predict_layers", 1).open(), &["file.gguf", "no layer"]);
+    let groups = set("expert_gating_func", 2).uint("qwen3moe.expert_group_count", 5);
+    refused(groups.open(), &["file.gguf", "qwen3moe.expert_gating_func", "5 groups"]);
+    assert_eq!(set("expert_gating_func", 9).open().unwrap().routing(0), None);
+}
+
+#[test]
+fn scales_of_gguf_blocks_are_checked() {
+    let mut bytes = Gguf::model().bytes();
+    let first = bytes.len() - 3 * EXPERTS * HIDDEN * INTERMEDIATE / 32 * 34;
+    bytes[first..first + 2].copy_from_slice(&0x7e00u16.to_le_bytes());
+    let source = GgufSource::from_bytes("file.gguf", vec![bytes.into()]).unwrap();
+    let text = source.matrix(0, 0, Proj::Gate).unwrap().check_scales().unwrap_err();
+    assert!(text.contains("row 0"), "{text}");
+    source.matrix(0, 1, Proj::Gate).unwrap().check_scales().unwrap();
+}
+
+#[test]
+fn parts_of_a_split_model_must_belong_together() {
+    let split = |no: u16, mut g: Gguf, keep: &dyn Fn(&str) -> bool| {
+        g.tensors.retain(|t| keep(&t.0));
+        for (key, value) in [("split.no", no), ("split.count", 2)] {
+            g = g.pair(key, 2, value.to_le_bytes().to_vec());
+        }
+        g.pair("split.tensors.count", 5, 4i32.to_le_bytes().to_vec())
+    };
+    let first = split(0, Gguf::model(), &|n| n != UP);
+    let second = split(1, Gguf::model(), &|n| n == UP);
+    let dir = Dir::new("split");
+    let paths = [dir.write("m-00001-of-00002.gguf", first.bytes()), dir.write("m-00002-of-00002.gguf", second.bytes())];
+    assert!(is_part_of(&paths[0], &paths[1]) && !is_part_of(&paths[0], &dir.0.join("n-00002-of-00002.gguf")));
+    for path in [&paths[0], &paths[1], &dir.0] {
+        let source = kt_core::open(path).unwrap();
+        assert!(source.matrix(0, 1, Proj::Up).is_ok() && source.matrix(0, 1, Proj::Gate).is_ok());
+        assert_eq!(source.tensor_name(0, 1, Proj::Up), (paths[1].clone(), format!("{UP}[1]")));
+    }
+    dir.write("m-00002-of-00002.gguf", split(1, Gguf::model(), &|_| true).bytes());
+    refused(kt_core::open(&paths[0]), &["m-00002-of-00002.gguf", "output_norm.weight", "twice"]);
+    dir.write("m-00002-of-00002.gguf", split(0, Gguf::model(), &|n| n == UP).bytes());
+    refused(kt_core::open(&paths[0]), &["m-00002-of-00002.gguf", "split.no"]);
+    dir.write("m-00002-of-00002.gguf", split(1, Gguf::model(), &|_| false).bytes());
+    refused(kt_core::open(&paths[0]), &["m-00001-of-00002.gguf", "split.tensors.count", "3 tensors"]);
+    dir.write("m-00002-of-00002.gguf", Gguf::model().bytes());
+    refused(kt_core::open(&paths[0]), &["m-00002-of-00002.gguf", "split.count"]);
+    std::fs::remove_file(&paths[0]).unwrap();
+    refused(kt_core::open(&paths[1]), &["m-00002-of-00002.gguf", "m-00001-of-00002.gguf", "missing"]);
+    let renamed = dir.write("renamed.gguf", first.bytes());
+    refused(kt_core::open(&renamed), &["renamed.gguf", "split.count", "original names"]);
+}
+
+// ---- both, on disk ----
+
+#[test]
+fn what_is_no_checkpoint_is_refused() {
+    let dir = Dir::new("none");
+    let path = |p: &Path| p.display().to_string();
+    refused(kt_core::open(dir.0.join("nowhere")), &["nowhere"]);
+    refused(kt_core::open(&dir.0), &[&path(&dir.0), "no .safetensors"]);
+    refused(kt_core::open(dir.write("notes.txt", "hello")), &["notes.txt", "neither"]);
+    refused(kt_core::open(dir.write("empty", "")), &["empty", "neither"]);
+    refused(kt_core::open(dir.write("short.gguf", "GGUF")), &["short.gguf", "truncated"]);
+    let other = dir.write("other.gguf", Gguf::model().bytes());
+    refused(kt_core::open(&dir.0), &[&path(&dir.0), "2 GGUF files"]);
+    assert!(kt_core::open(other).is_ok());
+}
+
+#[test]
+fn damaged_files_on_disk_are_named_by_their_path() {
+    let dir = Dir::new("disk");
+    let whole = safetensors(&model(bf16));
+    let shard = dir.write("model.safetensors", &whole);
+    let path = shard.display().to_string();
+    refused(kt_core::open(&dir.0), &[&dir.0.join("config.json").display().to_string(), "missing"]);
+    dir.write("config.json", config().to_string());
+    assert!(kt_core::open(&dir.0).is_ok());
+    dir.write("stray.safetensors", "a stray file beside model.safetensors is not read");
+    assert!(kt_core::open(&dir.0).is_ok());
+    dir.write("model.safetensors", &whole[..whole.len() / 2]);
+    refused(kt_core::open(&dir.0), &[&path, "truncated"]);
+    dir.write("model.safetensors", "");
+    refused(kt_core::open(&dir.0), &[&path, "empty"]);
+    std::fs::remove_file(&shard).unwrap();
+    std::fs::remove_file(dir.0.join("stray.safetensors")).unwrap();
+    refused(kt_core::open(&dir.0), &[&dir.0.display().to_string(), "no .safetensors"]);
+    let index = json!({"weight_map": {"model.norm.weight": "model-1.safetensors", "x": "model-2.safetensors"}});
+    let index = dir.write("model.safetensors.index.json", index.to_string());
+    refused(kt_core::open(&dir.0), &[&index.display().to_string(), "model-1.safetensors, model-2.safetensors"]);
+}
