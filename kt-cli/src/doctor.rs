@@ -144,12 +144,17 @@ fn tiers() -> Check {
 /// What each compiled-in backend would use for a plain layer of some formats.
 fn backends(candidates: Vec<kt::Candidate>) -> Vec<Check> {
     let formats = [
+        Format::F32,
+        Format::F16,
         Format::Bf16,
         Format::Fp8Block,
+        Format::Fp8Channel,
         Format::Int8(Group::Row),
         Format::Int4(Group::Of(32)),
         Format::Q8_0,
+        Format::Q4_0,
         Format::Q4K,
+        Format::Q5K,
         Format::Q6K,
     ];
     let describe = |candidate: kt::Candidate| {
@@ -165,17 +170,20 @@ fn backends(candidates: Vec<kt::Candidate>) -> Vec<Check> {
         };
         // Formats by the tier that would run them; tiers in the order of their first format.
         let mut by_tier: Vec<(String, Vec<String>)> = Vec::new();
+        let mut declined = Vec::new();
         for format in formats {
-            let tier = match backend.probe(&example_layer(format)) {
-                Ok(fit) => fit.tier,
-                Err(why) => format!("declined ({why})"),
-            };
-            match by_tier.iter_mut().find(|(t, _)| *t == tier) {
-                Some((_, list)) => list.push(format.to_string()),
-                None => by_tier.push((tier, vec![format.to_string()])),
+            match backend.probe(&example_layer(format)) {
+                Err(_) => declined.push(format.to_string()),
+                Ok(fit) => match by_tier.iter_mut().find(|(tier, _)| *tier == fit.tier) {
+                    Some((_, list)) => list.push(format.to_string()),
+                    None => by_tier.push((fit.tier, vec![format.to_string()])),
+                },
             }
         }
-        let parts: Vec<_> = by_tier.iter().map(|(tier, list)| format!("{tier}: {}", list.join(" "))).collect();
+        let mut parts: Vec<_> = by_tier.iter().map(|(tier, list)| format!("{tier}: {}", list.join(" "))).collect();
+        if !declined.is_empty() {
+            parts.push(format!("left to others: {}", declined.join(" ")));
+        }
         Check::ok("backend", format!("{}; {}", candidate.name, parts.join("; ")))
     };
     candidates.into_iter().map(describe).collect()

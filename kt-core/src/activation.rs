@@ -120,7 +120,8 @@ mod tests {
         let gates = [-9.0f32, -1.5, 0.0, 0.3, 6.9, 12.0];
         let ups = [-8.0f32, 2.0, 1.0, -0.5, 7.5, 3.0];
         let sig = |t: f64| 1.0 / (1.0 + (-t).exp());
-        let cases: [(Activation, fn(f64, f64, &dyn Fn(f64) -> f64) -> f64); 3] = [
+        type Formula = fn(f64, f64, &dyn Fn(f64) -> f64) -> f64;
+        let cases: [(Activation, Formula); 3] = [
             (Activation::SiluMul, |g, u, sig| g * sig(g) * u),
             (Activation::ClampedSiluMul { limit: 10.0 }, |g, u, sig| {
                 let g = g.min(10.0);

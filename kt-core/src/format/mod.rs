@@ -163,8 +163,12 @@ impl Format {
         match self {
             Format::F32 => blocks(1, 4),
             Format::F16 | Format::Bf16 => blocks(1, 2),
-            Format::Fp8Block | Format::Fp8Channel | Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) => blocks(1, 1),
-            Format::Int8(Group::Of(g)) | Format::Int8Offset(Group::Of(g)) => blocks(g.max(1) as usize, g.max(1) as usize),
+            Format::Fp8Block | Format::Fp8Channel | Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) => {
+                blocks(1, 1)
+            }
+            Format::Int8(Group::Of(g)) | Format::Int8Offset(Group::Of(g)) => {
+                blocks(g.max(1) as usize, g.max(1) as usize)
+            }
             Format::Int4(Group::Row) => blocks(2, 1),
             Format::Int4(Group::Of(g)) if g >= 2 && g % 2 == 0 => blocks(g as usize, g as usize / 2),
             Format::Int4(Group::Of(g)) => Err(format!("INT4 groups must be even, got {g}")),
@@ -181,7 +185,9 @@ impl Format {
         match self {
             Format::Fp8Block => Some((rows.div_ceil(fp8::TILE), cols.div_ceil(fp8::TILE))),
             Format::Fp8Channel => Some((rows, 1)),
-            Format::Int8(g) | Format::Int8Offset(g) | Format::Int4(g) => Some((rows, cols.div_ceil(g.cols(cols).max(1)))),
+            Format::Int8(g) | Format::Int8Offset(g) | Format::Int4(g) => {
+                Some((rows, cols.div_ceil(g.cols(cols).max(1))))
+            }
             _ => None,
         }
     }
@@ -290,7 +296,9 @@ impl Matrix {
         let scales = match (format.scale_shape(rows, cols), scales) {
             (None, None) => None,
             (None, Some(_)) => return Err(format!("{format} has no separate scales, but some were given")),
-            (Some((r, c)), None) => return Err(format!("{format} [{rows}, {cols}] needs scales [{r}, {c}], found none")),
+            (Some((r, c)), None) => {
+                return Err(format!("{format} [{rows}, {cols}] needs scales [{r}, {c}], found none"));
+            }
             (Some((r, c)), Some((bytes, kind))) => {
                 let want = r.checked_mul(c).and_then(|n| n.checked_mul(kind.bytes())).ok_or("shape overflows")?;
                 if bytes.len() != want {
@@ -369,7 +377,10 @@ impl Matrix {
             Some(s) => {
                 let rows_per_scale = if self.format == Format::Fp8Block { fp8::TILE } else { 1 };
                 if step != 1 || !first.is_multiple_of(rows_per_scale) {
-                    return Err(format!("{} cannot be split at row {first}, step {step}: rows share scales", self.format));
+                    return Err(format!(
+                        "{} cannot be split at row {first}, step {step}: rows share scales",
+                        self.format
+                    ));
                 }
                 let row = s.cols * s.kind.bytes();
                 let (r0, r1) = (first / rows_per_scale, (first + count).div_ceil(rows_per_scale));
@@ -399,7 +410,9 @@ impl Matrix {
             Format::F32 | Format::F16 | Format::Bf16 => float::decode(self, row, start, out),
             Format::Fp8Block | Format::Fp8Channel => fp8::decode(self, row, start, out),
             Format::Int8(_) | Format::Int8Offset(_) | Format::Int4(_) => int::decode(self, row, start, out),
-            Format::Q8_0 | Format::Q4_0 | Format::Q4K | Format::Q5K | Format::Q6K => ggml::decode(self, row, start, out),
+            Format::Q8_0 | Format::Q4_0 | Format::Q4K | Format::Q5K | Format::Q6K => {
+                ggml::decode(self, row, start, out)
+            }
         }
     }
 
