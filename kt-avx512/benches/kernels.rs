@@ -3,6 +3,8 @@
 //! Names are `decode|prefill/tier/format/shape/rows`. `limit/read` is the read bandwidth of one core and `limit/int8`, `limit/bf16` its
 //! multiply rate from registers, measured in the same run. Decoding walks over experts far larger than the cache.
 
+#![allow(unsafe_code)] // kernels
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::*;

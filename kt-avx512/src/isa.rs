@@ -3,6 +3,8 @@
 //! A kernel is generic over [`Isa`] and marked `#[inline(always)]`; [`Isa::run`] is the one function per tier that carries
 //! `#[target_feature]`. Everything inlines into it, so each kernel is compiled once per tier with that tier's instructions.
 
+#![allow(unsafe_code)] // kernel
+
 use std::arch::x86_64::*;
 
 use kt_core::format::fp8::E4M3;

@@ -1,5 +1,7 @@
 //! The kernel: what it accepts, and one dispatch per call.
 
+#![allow(unsafe_code)] // kernel
+
 use std::ops::Range;
 
 use kt_core::activation::Activation;

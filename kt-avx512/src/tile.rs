@@ -10,6 +10,8 @@
 //! Each output of each row is one chain of additions in rising k, whatever R and P are and whether lines are unpacked here or
 //! beforehand. So a number does not depend on the rows and outputs that are computed with it.
 
+#![allow(unsafe_code)] // kernel
+
 use std::arch::x86_64::{__m512, __m512i};
 use std::marker::PhantomData;
 

@@ -10,6 +10,8 @@
 //! of a window helps the others. A layer call is as short, shares its work as well, and is judged by its median too: long
 //! passes over fixed shares would lose more to other processes than the calls do, and fractions would come out too high.
 
+#![allow(unsafe_code)] // kernels that measure the machine
+
 use std::hint::black_box;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -34,7 +34,12 @@ fn main() -> std::process::ExitCode {
             std::process::ExitCode::SUCCESS
         }
         Err(e) => {
-            eprintln!("kt: {e:#}");
+            // Some errors tell their cause themselves: say it once.
+            let text = e
+                .chain()
+                .map(|cause| cause.to_string())
+                .reduce(|text, cause| if text.contains(&cause) { text } else { format!("{text}: {cause}") });
+            eprintln!("kt: {}", text.unwrap_or_default());
             std::process::ExitCode::FAILURE
         }
     }

@@ -2,6 +2,8 @@
 //!
 //! `KT_TEST_GIB` sets the size of the checkpoint (default 0.5; the figure in the README was made with 4).
 
+#![allow(unsafe_code)] // getrusage
+
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;

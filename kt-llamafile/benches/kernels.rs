@@ -3,6 +3,8 @@
 //! Names are `kernel/format/shape/rows`. The limits of the machine are measured in the same run: `limit/read` is one thread
 //! summing memory, `limit/int8` the multiply units without memory. Weights rotate through 256 MiB, so that none is cached.
 
+#![allow(unsafe_code)] // kernels
+
 use std::hint::black_box;
 use std::time::Duration;
 

@@ -1,5 +1,7 @@
 //! The kernel's face towards the CPU flow: detection, what it accepts, dispatch.
 
+#![allow(unsafe_code)] // kernel
+
 use std::ops::Range;
 
 use kt_core::activation::Activation;

@@ -1,5 +1,7 @@
 //! Aligned memory, and buffers that tasks of one parallel region divide among themselves.
 
+#![allow(unsafe_code)] // memory
+
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -12,6 +12,8 @@
 //! work and nothing more: two processes on the same cores slow each other down by their work, not by their waiting.
 //! Tasks are handed out by one counter; which thread runs a task never changes a result.
 
+#![allow(unsafe_code)] // lends closures to threads
+
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

@@ -1,5 +1,7 @@
 //! One file of a checkpoint, mapped or in memory.
 
+#![allow(unsafe_code)] // maps files
+
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;

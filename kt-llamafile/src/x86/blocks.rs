@@ -3,6 +3,8 @@
 //! Each function walks along the columns once. At each step it brings 32 or 64 columns of all outputs of the panel into
 //! registers, transposed, and multiplies them with every row of the tile.
 
+#![allow(unsafe_code)] // kernel
+
 use super::simd::{Rows, Simd, prefetch};
 use super::tile::{Record, Tile};
 

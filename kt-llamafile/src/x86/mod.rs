@@ -1,5 +1,7 @@
 //! Products for x86-64.
 
+#![allow(unsafe_code)] // kernel
+
 mod blocks;
 mod simd;
 mod simd256;

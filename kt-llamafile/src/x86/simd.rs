@@ -3,6 +3,8 @@
 //! A value of a `Simd` type proves that its instructions exist, so all but the loads from weights are safe. Everything is
 //! `#[inline(always)]`: the instructions take effect in the `#[target_feature]` function at the top of the call tree.
 
+#![allow(unsafe_code)] // kernel
+
 use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 
 /// Where the rows of a panel begin; the first [`Simd::LANES`] count. A panel past the last output repeats that output.

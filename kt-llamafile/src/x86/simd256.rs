@@ -1,5 +1,7 @@
 //! AVX2: 8 outputs per vector, byte products through 16-bit sums.
 
+#![allow(unsafe_code)] // kernel
+
 use std::arch::x86_64::*;
 
 use super::simd::{Rows, Simd, intrinsics};

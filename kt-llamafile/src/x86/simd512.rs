@@ -1,5 +1,7 @@
 //! AVX-512: 16 outputs per vector; byte products through VNNI, or through 16-bit sums where that is missing.
 
+#![allow(unsafe_code)] // kernel
+
 use std::arch::x86_64::*;
 
 use super::simd::{Rows, Simd, intrinsics};

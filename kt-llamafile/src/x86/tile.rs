@@ -1,5 +1,7 @@
 //! A tile of input rows, gathered and with the sums that the products need.
 
+#![allow(unsafe_code)] // kernel
+
 use std::arch::x86_64::*;
 use std::mem::{align_of, size_of};
 
