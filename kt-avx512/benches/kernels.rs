@@ -11,7 +11,7 @@ mod x86 {
     use std::hint::black_box;
 
     use criterion::{BenchmarkId, Criterion, Throughput};
-    use kt_avx512::Avx512;
+    use kt_avx512::Avx;
     use kt_core::cpu::input::{BLOCK, Inputs};
     use kt_core::cpu::kernel::{Kernel, Scratch, Weights};
     use kt_core::cpu::memory::zeroed_pages;
@@ -40,7 +40,7 @@ mod x86 {
         Matrix::new(format, rows, cols, codes.into(), scales).expect("a matrix")
     }
 
-    fn inputs(kernel: Avx512, format: Format, rows: usize) -> Vec<u8> {
+    fn inputs(kernel: Avx, format: Format, rows: usize) -> Vec<u8> {
         let (layout, _) = kernel.accepts(format, SHAPE.0, SHAPE.1).expect("accepted");
         let mut random = Random(2);
         let mut bytes = vec![0; layout.bytes(rows, SHAPE.1)];
@@ -51,7 +51,7 @@ mod x86 {
         bytes
     }
 
-    fn products(c: &mut Criterion, kernel: Avx512, format: Format) {
+    fn products(c: &mut Criterion, kernel: Avx, format: Format) {
         let (outputs, cols) = SHAPE;
         let size = kernel.packed_bytes(format, outputs, cols).expect("packed");
         let experts = POOL_BYTES.div_ceil(size);
@@ -154,7 +154,7 @@ mod x86 {
     }
 
     pub fn benches(c: &mut Criterion) {
-        let best = match Avx512::detect(Tier::Avx512Bf16) {
+        let best = match Avx::detect(Tier::Avx512Bf16) {
             Ok(kernel) => kernel,
             Err(why) => return eprintln!("nothing to measure: {why}"),
         };
@@ -162,11 +162,11 @@ mod x86 {
         for format in FORMATS {
             products(c, best, format);
         }
-        for tier in [Tier::Avx512, Tier::Avx512Vnni] {
-            if let Ok(kernel) = Avx512::detect(tier)
+        for tier in [Tier::Avx2, Tier::Avx512, Tier::Avx512Vnni] {
+            if let Ok(kernel) = Avx::detect(tier)
                 && kernel.tier() < best.tier()
             {
-                for format in if tier == Tier::Avx512 { &FORMATS[..] } else { &FORMATS[..2] } {
+                for format in if tier < Tier::Avx512Vnni { &FORMATS[..] } else { &FORMATS[..2] } {
                     products(c, kernel, *format);
                 }
             }

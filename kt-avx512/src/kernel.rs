@@ -63,13 +63,6 @@ impl Kernel for Avx512 {
     fn accepts(self, format: Format, _rows: usize, _cols: usize) -> Result<(InputLayout, &'static str), Unsupported> {
         let grouped = InputLayout::Int8 { group: CHUNK };
         let vnni = self.tier >= Tier::Avx512Vnni;
-        let check = |g: u32| {
-            if g > 0 && (g as usize).is_multiple_of(CHUNK) {
-                Ok(())
-            } else {
-                Err(Unsupported::new(format!("{format}: groups must be multiples of {CHUNK} columns")))
-            }
-        };
         match format {
             Format::Bf16 if self.has_bf16() => Ok((InputLayout::Bf16, "vdpbf16ps, packed 16 x 2")),
             Format::Bf16 => Ok((InputLayout::F32, "F32 products of widened weights, packed 16 x 2")),
@@ -83,7 +76,7 @@ impl Kernel for Avx512 {
                 InputLayout::Int8 { group: BLOCK },
                 if vnni { "VNNI, unsigned codes packed 16 x 4" } else { "vpmaddwd, unsigned codes packed 16 x 4" },
             )),
-            Format::Int8(Group::Of(g)) | Format::Int8Offset(Group::Of(g)) => check(g).map(|()| {
+            Format::Int8(g) | Format::Int8Offset(g) => check_group(format, g).map(|()| {
                 (
                     grouped,
                     if vnni {
@@ -93,7 +86,7 @@ impl Kernel for Avx512 {
                     },
                 )
             }),
-            Format::Int4(g) => if let Group::Of(g) = g { check(g) } else { Ok(()) }.map(|()| {
+            Format::Int4(g) => check_group(format, g).map(|()| {
                 (
                     grouped,
                     if vnni {
@@ -133,6 +126,16 @@ impl Kernel for Avx512 {
         scratch: &mut Scratch,
     ) {
         self.run(Product { weights, outputs, inputs, rows, out, scratch });
+    }
+}
+
+/// Weight groups must be whole groups of the inputs.
+pub(crate) fn check_group(format: Format, group: Group) -> Result<(), Unsupported> {
+    match group {
+        Group::Of(g) if g == 0 || !(g as usize).is_multiple_of(CHUNK) => {
+            Err(Unsupported::new(format!("{format}: groups must be multiples of {CHUNK} columns")))
+        }
+        _ => Ok(()),
     }
 }
 

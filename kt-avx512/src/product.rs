@@ -232,7 +232,7 @@ impl Product<'_> {
 }
 
 /// What weight codes are stored with as an offset.
-fn zero_point(format: Format) -> i32 {
+pub(crate) fn zero_point(format: Format) -> i32 {
     match format {
         Format::Int8(_) | Format::Int8Offset(_) => 128,
         Format::Int4(_) => 8,
@@ -241,7 +241,7 @@ fn zero_point(format: Format) -> i32 {
 }
 
 /// Copies the blocks of `rows` side by side, `[blocks][rows]`, int8 sums times minus the zero point.
-fn gather(x: Inputs<'_>, rows: &[u32], zero_point: i32, to: &mut [u8]) {
+pub(crate) fn gather(x: Inputs<'_>, rows: &[u32], zero_point: i32, to: &mut [u8]) {
     let bytes = x.layout().block_bytes();
     let mut to = to.chunks_exact_mut(bytes);
     for block in 0..x.blocks() {

@@ -9,10 +9,10 @@ use kt_core::format::fp8::E4M3;
 use kt_core::testing::Random;
 use kt_core::{Format, Group, Matrix, ScaleType};
 
-use crate::Avx512;
+use crate::Avx;
 use crate::layout::PANEL;
 
-const TIERS: [Tier; 3] = [Tier::Avx512, Tier::Avx512Vnni, Tier::Avx512Bf16];
+const TIERS: [Tier; 4] = [Tier::Avx2, Tier::Avx512, Tier::Avx512Vnni, Tier::Avx512Bf16];
 
 const FORMATS: [Format; 13] = [
     Format::Bf16,
@@ -33,17 +33,15 @@ const FORMATS: [Format; 13] = [
 const SHAPES: [(usize, usize); 8] =
     [(16, 128), (17, 32), (96, 160), (704, 96), (33, 704), (48, 2880), (15, 1), (80, 254)];
 
-/// Kernels of the tiers of this CPU; says which are skipped.
-fn kernels() -> Vec<Avx512> {
-    let mut kernels = Vec::new();
-    for tier in TIERS {
-        match Avx512::detect(tier) {
-            Ok(k) if k.tier() == tier => kernels.push(k),
-            Ok(k) => eprintln!("skipped {tier}: this CPU stops at {}, lacking {}", k.tier(), tier.missing().join(", ")),
-            Err(why) => eprintln!("skipped {tier}: {why}"),
-        }
-    }
-    kernels
+/// Kernels of the tiers of this CPU up to `KT_ISA`; says which are skipped.
+fn kernels() -> Vec<Avx> {
+    let tiers = kt_core::testing::tiers();
+    let kernels = TIERS.into_iter().filter(|t| tiers.contains(t)).map(|tier| {
+        let kernel = Avx::detect(tier).expect("this CPU has the tier");
+        assert_eq!(kernel.tier(), tier);
+        kernel
+    });
+    kernels.collect()
 }
 
 fn random_matrix(format: Format, rows: usize, cols: usize, kind: ScaleType, seed: u64) -> Option<Matrix> {
@@ -74,7 +72,7 @@ fn random_matrix(format: Format, rows: usize, cols: usize, kind: ScaleType, seed
     Some(Matrix::new(format, rows, cols, codes.into(), scales).expect("a matrix of this shape"))
 }
 
-fn pack(kernel: Avx512, matrix: &Matrix) -> Weights {
+fn pack(kernel: Avx, matrix: &Matrix) -> Weights {
     let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
     let bytes = kernel.packed_bytes(format, rows, cols).expect("packed");
     assert_eq!(bytes % 64, 0);
@@ -92,7 +90,7 @@ struct Rows {
 }
 
 impl Rows {
-    fn new(kernel: Avx512, layout: InputLayout, x: &[f32], cols: usize) -> Self {
+    fn new(kernel: Avx, layout: InputLayout, x: &[f32], cols: usize) -> Self {
         let n = x.len() / cols;
         let size = layout.block_bytes();
         let mut bytes = vec![0; layout.bytes(n, cols)];
@@ -121,7 +119,7 @@ impl Rows {
     }
 }
 
-fn product(kernel: Avx512, w: &Weights, outputs: std::ops::Range<usize>, x: &Rows, rows: &[u32]) -> Vec<f32> {
+fn product(kernel: Avx, w: &Weights, outputs: std::ops::Range<usize>, x: &Rows, rows: &[u32]) -> Vec<f32> {
     let mut out = vec![f32::NAN; rows.len() * outputs.len()];
     kernel.product(w, outputs, x.view(), rows, &mut out, &mut Scratch::default());
     out
@@ -249,6 +247,32 @@ fn int8_products_are_the_same_on_every_tier() {
 }
 
 #[test]
+fn products_of_f32_inputs_are_the_same_on_every_tier_that_has_them() {
+    for format in [Format::Bf16, Format::Fp8Block, Format::Fp8Channel] {
+        let matrix = random_matrix(format, 75, 768, ScaleType::Bf16, 57).expect("a matrix");
+        let rows: Vec<u32> = (0..20).collect();
+        let mut results = Vec::new();
+        for kernel in kernels() {
+            let (layout, _) = kernel.accepts(format, 75, 768).expect("accepted");
+            if layout == InputLayout::F32 {
+                let x = Rows::new(kernel, layout, &random_inputs(20, 768, 59), 768);
+                results.push(bits(&product(kernel, &pack(kernel, &matrix), 0..75, &x, &rows)));
+            }
+        }
+        assert!(results.windows(2).all(|w| w[0] == w[1]), "{format} differs between tiers");
+    }
+}
+
+#[test]
+fn without_avx512_there_is_avx2() {
+    if Tier::Avx2.available() {
+        for cap in [Tier::Avx2, Tier::AvxVnni] {
+            assert_eq!(Avx::detect(cap).expect("a kernel").tier(), Tier::Avx2);
+        }
+    }
+}
+
+#[test]
 fn extreme_codes_do_not_saturate() {
     // Every weight at the end of its range and every input code at its own: the largest sums that can be.
     for kernel in kernels() {
@@ -372,5 +396,5 @@ fn what_is_declined_has_a_reason() {
             assert!(why.0.contains(&format.to_string()), "{why}");
         }
     }
-    assert!(Avx512::detect(Tier::Avx2).unwrap_err().0.contains("avx2"));
+    assert!(Avx::detect(Tier::Portable).unwrap_err().0.contains("portable"));
 }

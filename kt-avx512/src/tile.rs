@@ -135,7 +135,7 @@ impl<L: Lines> Job for Unpack<'_, L> {
 impl Tile<'_> {
     /// Checks that everything that a tile of `r` x `p` reads and writes is there.
     #[inline(always)]
-    fn check(&self, r: usize, p: usize, weight_bytes: usize, scale_bytes: usize, input_bytes: usize) {
+    pub fn check(&self, r: usize, p: usize, weight_bytes: usize, scale_bytes: usize, input_bytes: usize) {
         assert!(self.weights.len() >= (p - 1) * self.weight_stride + weight_bytes);
         assert!(self.scales.len() >= (p - 1) * self.scale_stride + scale_bytes);
         assert!(self.inputs.len() >= self.blocks * r * input_bytes);
@@ -145,7 +145,7 @@ impl Tile<'_> {
 
     /// From a line of a block to the line that is to be prefetched.
     #[inline(always)]
-    fn ahead<const R: usize, const P: usize>(&self, block: usize, block_bytes: usize) -> usize {
+    pub fn ahead<const R: usize, const P: usize>(&self, block: usize, block_bytes: usize) -> usize {
         if block + blocks_ahead(R) < self.blocks {
             blocks_ahead(R) * block_bytes
         } else {
