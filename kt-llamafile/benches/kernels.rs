@@ -62,7 +62,7 @@ fn packed(rows: usize, cols: usize) -> Vec<u8> {
 }
 
 fn products(c: &mut Criterion) {
-    for format in [Format::Q8_0, Format::Q4K, Format::Q6K] {
+    for format in [Format::Q8_0, Format::Q4_0, Format::Q5_0, Format::Q4K, Format::Q6K] {
         for shape in SHAPES {
             let (outputs, cols) = shape;
             let weights = matrices(format, shape);
