@@ -33,6 +33,8 @@ fn matrices(format: Format, (rows, cols): (usize, usize)) -> Vec<Weights> {
     let bytes = rows * format.row_bytes(cols).expect("a multiple of the block");
     let (block, scales): (usize, &[usize]) = match format {
         Format::Q8_0 => (34, &[0]),
+        Format::Q4_0 => (18, &[0]),
+        Format::Q5_0 => (22, &[0]),
         Format::Q4K => (144, &[0, 2]),
         _ => (210, &[208]),
     };
