@@ -156,6 +156,14 @@ fn backends(candidates: Vec<kt::Candidate>) -> Vec<Check> {
         Format::Q4K,
         Format::Q5K,
         Format::Q6K,
+        Format::Q4_1,
+        Format::Q5_0,
+        Format::Q5_1,
+        Format::Q2K,
+        Format::Q3K,
+        Format::Iq4Nl,
+        Format::Iq4Xs,
+        Format::Mxfp4Ggml,
     ];
     let describe = |candidate: kt::Candidate| {
         let backend = match candidate.backend {

@@ -619,15 +619,41 @@ fn gguf_tensors_that_cannot_be_are_named() {
     refuse(&|t| t.1 = vec![32, 64], &["three"]);
     refuse(&|t| t.2 = 99, &["type 99"]);
     refuse(&|t| t.2 = 31, &["Q4_0_4_4"]);
-    refuse(&|t| t.2 = 20, &["IQ4_NL", "not supported yet"]);
-    refuse(&|t| t.2 = 39, &["MXFP4", "not supported yet"]);
+    refuse(&|t| t.2 = 24, &["I8", "not supported yet"]);
+    refuse(&|t| t.2 = 21, &["IQ3_S", "blocks of 256"]);
     refused(Gguf::model().entry(UP, |t| t.0 = "other".into()).open(), &["file.gguf", UP, "missing"]);
     let gate = "blk.0.ffn_gate_exps.weight";
     refused(Gguf::model().entry(UP, |t| t.0 = gate.into()).open(), &["file.gguf", gate, "twice"]);
 
+    for (id, format) in [
+        (0, "F32"),
+        (1, "F16"),
+        (2, "Q4_0"),
+        (3, "Q4_1"),
+        (6, "Q5_0"),
+        (7, "Q5_1"),
+        (8, "Q8_0"),
+        (10, "Q2_K"),
+        (11, "Q3_K"),
+        (12, "Q4_K"),
+        (13, "Q5_K"),
+        (14, "Q6_K"),
+        (20, "IQ4_NL"),
+        (23, "IQ4_XS"),
+        (30, "BF16"),
+        (39, "MXFP4-ggml"),
+    ] {
+        let want: kt_core::Format = format.parse().unwrap();
+        assert_eq!(want.to_string(), format);
+        let mut model = Gguf::model();
+        model.tensor("other.weight", &[256, 2], id, want.row_bytes(256).unwrap() * 2);
+        let matrix = model.open().unwrap().tensor("other.weight").unwrap();
+        assert_eq!((matrix.format(), matrix.rows(), matrix.cols()), (want, 2, 256));
+    }
+
     // A type that is not decoded matters only when it is asked for.
-    let source = Gguf::model().entry("output_norm.weight", |t| t.2 = 20).open().unwrap();
-    refused(source.tensor("output_norm.weight"), &["file.gguf", "output_norm.weight", "IQ4_NL", "not supported yet"]);
+    let source = Gguf::model().entry("output_norm.weight", |t| t.2 = 24).open().unwrap();
+    refused(source.tensor("output_norm.weight"), &["file.gguf", "output_norm.weight", "I8", "not supported yet"]);
     refused(source.tensor("no.such"), &["file.gguf", "no.such", "missing"]);
     refused(source.matrix(0, 2, Proj::Up), &["file.gguf", "expert 2"]);
     refused(source.matrix(1, 0, Proj::Up), &["file.gguf", "layer 1"]);

@@ -33,6 +33,8 @@ fn matrices(format: Format, (rows, cols): (usize, usize)) -> Vec<Weights> {
     let bytes = rows * format.row_bytes(cols).expect("a multiple of the block");
     let (block, scales): (usize, &[usize]) = match format {
         Format::Q8_0 => (34, &[0]),
+        Format::Q4_0 => (18, &[0]),
+        Format::Q5_0 => (22, &[0]),
         Format::Q4K => (144, &[0, 2]),
         _ => (210, &[208]),
     };
@@ -62,7 +64,7 @@ fn packed(rows: usize, cols: usize) -> Vec<u8> {
 }
 
 fn products(c: &mut Criterion) {
-    for format in [Format::Q8_0, Format::Q4K, Format::Q6K] {
+    for format in [Format::Q8_0, Format::Q4_0, Format::Q5_0, Format::Q4K, Format::Q6K] {
         for shape in SHAPES {
             let (outputs, cols) = shape;
             let weights = matrices(format, shape);

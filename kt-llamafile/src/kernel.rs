@@ -89,15 +89,25 @@ impl Kernel for Llamafile {
 
     fn accepts(self, format: Format, _rows: usize, _cols: usize) -> Result<(InputLayout, &'static str), Unsupported> {
         match (format, self.tier() == Tier::Avx512Vnni) {
-            (Format::Q8_0 | Format::Q4K | Format::Q6K, true) => Ok((INPUTS, "GGUF blocks in place, VNNI")),
-            (Format::Q8_0 | Format::Q4K | Format::Q6K, false) => {
+            (Format::Q8_0 | Format::Q4_0 | Format::Q5_0 | Format::Q4K | Format::Q6K, true) => {
+                Ok((INPUTS, "GGUF blocks in place, VNNI"))
+            }
+            (Format::Q8_0 | Format::Q4_0 | Format::Q5_0 | Format::Q4K | Format::Q6K, false) => {
                 Ok((INPUTS, "GGUF blocks in place, byte multiply-add"))
             }
-            (Format::Q4_0 | Format::Q5K, _) => {
-                Err(Unsupported::new(format!("{format} is not native yet; runs on the portable kernel")))
-            }
+            (
+                Format::Q4_1
+                | Format::Q5_1
+                | Format::Q2K
+                | Format::Q3K
+                | Format::Q5K
+                | Format::Iq4Nl
+                | Format::Iq4Xs
+                | Format::Mxfp4Ggml,
+                _,
+            ) => Err(Unsupported::new(format!("{format} is not native yet; runs on the portable kernel"))),
             _ => Err(Unsupported::new(format!(
-                "{format} is not a GGUF block format; this backend runs Q8_0, Q4_K and Q6_K"
+                "{format} is not a GGUF block format; this backend runs Q8_0, Q4_0, Q5_0, Q4_K and Q6_K"
             ))),
         }
     }

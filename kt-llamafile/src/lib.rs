@@ -1,4 +1,4 @@
-//! Experts straight from GGUF files: Q8_0, Q4_K and Q6_K blocks multiplied as they lie in the map, on AVX2 and AVX-512.
+//! Experts straight from GGUF files: Q8_0, Q4_0, Q5_0, Q4_K and Q6_K blocks multiplied as they lie in the map, on AVX2 and AVX-512.
 //!
 //! Nothing is repacked and nothing is copied at load: the pages of the file are the weights, shared between processes. The
 //! price is paid in registers: the product takes a panel of outputs (16 on AVX-512, 8 on AVX2), transposes a step of 32 or 64

@@ -14,13 +14,24 @@ use crate::Llamafile;
 const LAYOUT: InputLayout = InputLayout::Int8 { group: 32 };
 const ROWS: [usize; 8] = [1, 2, 3, 5, 8, 13, 40, 300];
 
+/// What this backend multiplies itself.
+const NATIVE: [Format; 5] = [Format::Q8_0, Format::Q4_0, Format::Q5_0, Format::Q4K, Format::Q6K];
+
 /// Formats with widths that are not multiples of tiles or input blocks, and tall and short matrices.
-const CASES: [(Format, usize, usize); 14] = [
+const CASES: [(Format, usize, usize); 22] = [
     (Format::Q8_0, 16, 32),
     (Format::Q8_0, 17, 96),
     (Format::Q8_0, 96, 160),
     (Format::Q8_0, 1, 128),
     (Format::Q8_0, 33, 2880),
+    (Format::Q4_0, 17, 96),
+    (Format::Q4_0, 96, 160),
+    (Format::Q4_0, 1, 128),
+    (Format::Q4_0, 33, 2880),
+    (Format::Q5_0, 17, 96),
+    (Format::Q5_0, 96, 160),
+    (Format::Q5_0, 1, 32),
+    (Format::Q5_0, 33, 2880),
     (Format::Q4K, 16, 256),
     (Format::Q4K, 17, 768),
     (Format::Q4K, 96, 512),
@@ -54,6 +65,8 @@ fn scale(random: &mut Random) -> [u8; 2] {
 fn layout(format: Format) -> (usize, &'static [usize]) {
     match format {
         Format::Q8_0 => (34, &[0]),
+        Format::Q4_0 => (18, &[0]),
+        Format::Q5_0 => (22, &[0]),
         Format::Q4K => (144, &[0, 2]),
         Format::Q6K => (210, &[208]),
         other => panic!("{other}"),
@@ -78,7 +91,7 @@ fn extreme(format: Format, rows: usize, cols: usize) -> Matrix {
     let (block_bytes, scales) = layout(format);
     let mut bytes = vec![0; rows * format.row_bytes(cols).unwrap()];
     for (i, block) in bytes.chunks_exact_mut(block_bytes).enumerate() {
-        // Q8_0 -128, 127; Q4_K and Q6_K all bits, or none but those that make scales -128.
+        // Q8_0 -128, 127; others all bits, or none but those that make scales -128.
         block.fill(if format == Format::Q8_0 { [0x80, 0x7f][i % 2] } else { [0xff, 0x00, 0x80][i % 3] });
         for &at in scales {
             block[at..at + 2].copy_from_slice(&0x1c00u16.to_le_bytes());
@@ -164,7 +177,7 @@ fn products_match_plain_arithmetic_for_all_shapes() {
 
 #[test]
 fn extreme_codes_do_not_overflow() {
-    for format in [Format::Q8_0, Format::Q4K, Format::Q6K] {
+    for format in NATIVE {
         let m = extreme(format, 18, 512);
         for pattern in [[1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]] {
             let x: Vec<f32> = (0..2 * 512).map(|i| pattern[i % 2]).collect();
@@ -180,7 +193,13 @@ fn extreme_codes_do_not_overflow() {
 
 #[test]
 fn numbers_do_not_depend_on_other_rows_or_on_cuts() {
-    for (format, outputs, cols) in [(Format::Q8_0, 96, 160), (Format::Q4K, 83, 768), (Format::Q6K, 50, 256)] {
+    for (format, outputs, cols) in [
+        (Format::Q8_0, 96, 160),
+        (Format::Q4_0, 81, 160),
+        (Format::Q5_0, 60, 96),
+        (Format::Q4K, 83, 768),
+        (Format::Q6K, 50, 256),
+    ] {
         let m = matrix(format, outputs, cols, 7);
         let count = 70;
         let bytes = packed(&random_rows(count, cols, 3), count, cols);
@@ -227,7 +246,7 @@ fn rows_may_lie_apart() {
 
 #[test]
 fn a_non_finite_input_poisons_its_row_only() {
-    for format in [Format::Q8_0, Format::Q4K, Format::Q6K] {
+    for format in NATIVE {
         let m = matrix(format, 16, 256, 9);
         let mut x = random_rows(3, 256, 1);
         x[256 + 77] = f32::NAN;
@@ -267,7 +286,7 @@ fn detection_respects_the_cap_and_declines_with_a_reason() {
     assert!(Llamafile::detect(Tier::Portable).unwrap_err().0.contains("capped at portable"));
     for k in kernels() {
         assert_eq!(Llamafile::detect(k.tier()).unwrap().tier(), k.tier());
-        for format in [Format::Q8_0, Format::Q4K, Format::Q6K] {
+        for format in NATIVE {
             assert_eq!(k.accepts(format, 10, 256).unwrap().0, LAYOUT);
             assert_eq!(k.packed_bytes(format, 10, 256), None);
         }

@@ -5,8 +5,8 @@
 //! a file of its own with its decoder; a new format is one arm of [`Format`] and one decoder: it then runs everywhere
 //! through decoding, and natively where a kernel accepts it.
 //!
-//! Not here yet, each with its place: GPTQ, AWQ and asymmetric INT4 (`int.rs`), MXFP4, MXFP8 and NVFP4 (`mx.rs`), the
-//! remaining GGUF block types (`ggml.rs`).
+//! Not here yet, each with its place: GPTQ, AWQ and asymmetric INT4 (`int.rs`), MXFP4, MXFP8 and NVFP4 (`mx.rs`), GGUF's
+//! IQ1 to IQ3, TQ1 and TQ2 (`ggml`).
 
 pub mod float;
 pub mod fp8;
@@ -66,6 +66,22 @@ pub enum Format {
     Q5K,
     /// GGUF: 256 columns in 16 groups with 8-bit scales, 6-bit codes.
     Q6K,
+    /// GGUF: 32 columns, F16 scale and minimum, nibbles.
+    Q4_1,
+    /// GGUF: 32 columns, F16 scale, five-bit codes minus 16.
+    Q5_0,
+    /// GGUF: 32 columns, F16 scale and minimum, five-bit codes.
+    Q5_1,
+    /// GGUF: 256 columns in 16 groups with 4-bit scales and minima, 2-bit codes.
+    Q2K,
+    /// GGUF: 256 columns in 16 groups with 6-bit scales, 3-bit codes.
+    Q3K,
+    /// GGUF: 32 columns, F16 scale, nibbles that pick one of 16 fixed numbers.
+    Iq4Nl,
+    /// GGUF: 256 columns in 8 groups with 6-bit scales, codes as IQ4_NL.
+    Iq4Xs,
+    /// GGUF's MXFP4: 32 columns, their power-of-two scale in front of their E2M1 nibbles.
+    Mxfp4Ggml,
 }
 
 impl fmt::Display for Format {
@@ -87,6 +103,14 @@ impl fmt::Display for Format {
             Format::Q4K => "Q4_K",
             Format::Q5K => "Q5_K",
             Format::Q6K => "Q6_K",
+            Format::Q4_1 => "Q4_1",
+            Format::Q5_0 => "Q5_0",
+            Format::Q5_1 => "Q5_1",
+            Format::Q2K => "Q2_K",
+            Format::Q3K => "Q3_K",
+            Format::Iq4Nl => "IQ4_NL",
+            Format::Iq4Xs => "IQ4_XS",
+            Format::Mxfp4Ggml => "MXFP4-ggml",
         };
         f.pad(name)
     }
@@ -122,6 +146,14 @@ impl std::str::FromStr for Format {
             "q4-k" => Format::Q4K,
             "q5-k" => Format::Q5K,
             "q6-k" => Format::Q6K,
+            "q4-1" => Format::Q4_1,
+            "q5-0" => Format::Q5_0,
+            "q5-1" => Format::Q5_1,
+            "q2-k" => Format::Q2K,
+            "q3-k" => Format::Q3K,
+            "iq4-nl" => Format::Iq4Nl,
+            "iq4-xs" => Format::Iq4Xs,
+            "mxfp4-ggml" => Format::Mxfp4Ggml,
             _ => {
                 if let Some(g) = group("int8-g") {
                     Format::Int8(Group::Of(g))
@@ -132,7 +164,7 @@ impl std::str::FromStr for Format {
                 } else {
                     return Err(crate::Unsupported::new(format!(
                         "unknown format `{s}`; known are f32 f16 bf16 fp8-block fp8-channel int8-channel int8-gN int4-gN \
-                         q8_0 q4_0 q4_k q5_k q6_k"
+                         q8_0 q4_0 q4_1 q5_0 q5_1 q2_k q3_k q4_k q5_k q6_k iq4_nl iq4_xs mxfp4-ggml"
                     )));
                 }
             }
@@ -144,10 +176,8 @@ impl Format {
     /// Columns that are encoded together: decoding starts at multiples of it, and rows of GGUF formats are multiples of it.
     pub fn block_cols(self) -> usize {
         match self {
-            Format::Q4K | Format::Q5K | Format::Q6K => 256,
-            Format::Q8_0 | Format::Q4_0 => 32,
             Format::Int4(_) => 2,
-            _ => 1,
+            _ => ggml::block(self).map_or(1, |(cols, _)| cols),
         }
     }
 
@@ -172,11 +202,22 @@ impl Format {
             Format::Int4(Group::Row) => blocks(2, 1),
             Format::Int4(Group::Of(g)) if g >= 2 && g % 2 == 0 => blocks(g as usize, g as usize / 2),
             Format::Int4(Group::Of(g)) => Err(format!("INT4 groups must be even, got {g}")),
-            Format::Q8_0 => blocks(32, 34),
-            Format::Q4_0 => blocks(32, 18),
-            Format::Q4K => blocks(256, 144),
-            Format::Q5K => blocks(256, 176),
-            Format::Q6K => blocks(256, 210),
+            Format::Q8_0
+            | Format::Q4_0
+            | Format::Q4_1
+            | Format::Q5_0
+            | Format::Q5_1
+            | Format::Iq4Nl
+            | Format::Mxfp4Ggml
+            | Format::Q2K
+            | Format::Q3K
+            | Format::Q4K
+            | Format::Q5K
+            | Format::Q6K
+            | Format::Iq4Xs => match ggml::block(self) {
+                Some((cols, bytes)) => blocks(cols, bytes),
+                None => Err(format!("{self} has no blocks")),
+            },
         }
     }
 
@@ -410,9 +451,19 @@ impl Matrix {
             Format::F32 | Format::F16 | Format::Bf16 => float::decode(self, row, start, out),
             Format::Fp8Block | Format::Fp8Channel => fp8::decode(self, row, start, out),
             Format::Int8(_) | Format::Int8Offset(_) | Format::Int4(_) => int::decode(self, row, start, out),
-            Format::Q8_0 | Format::Q4_0 | Format::Q4K | Format::Q5K | Format::Q6K => {
-                ggml::decode(self, row, start, out)
-            }
+            Format::Q8_0
+            | Format::Q4_0
+            | Format::Q4_1
+            | Format::Q5_0
+            | Format::Q5_1
+            | Format::Iq4Nl
+            | Format::Mxfp4Ggml
+            | Format::Q2K
+            | Format::Q3K
+            | Format::Q4K
+            | Format::Q5K
+            | Format::Q6K
+            | Format::Iq4Xs => ggml::decode(self, row, start, out),
         }
     }
 
@@ -444,7 +495,7 @@ impl Matrix {
                 }
             }
         }
-        if self.format.block_cols() >= 32 {
+        if ggml::block(self.format).is_some() {
             for row in 0..self.rows {
                 ggml::check_scales(self.format, self.row(row)).map_err(|e| format!("row {row}, {e}"))?;
             }

@@ -1,11 +1,11 @@
 //! Encoders of GGUF blocks. Scales are rounded to their stored type first, codes are then the nearest for the rounded ones.
 
 use super::rows::amax;
-use super::search::{error_with_minimum, nearest, reciprocal, scale_and_minimum, symmetric_error, symmetric_scale};
-use crate::format::ggml::{
-    COLS, K_COLS, Q4_0_BYTES, Q4K_BYTES, Q5K_BYTES, Q6K_BYTES, Q8_0_BYTES, q4_0_pack_codes, q4k_pack_codes,
-    q4k_pack_scales, q5k_pack_codes, q6k_pack_codes,
+use super::search::{
+    error_with_minimum, nearest, reciprocal, scale_and_minimum, symmetric_error, symmetric_scale, table_codes,
+    table_error, table_scale,
 };
+use crate::format::ggml::*;
 
 /// Rounds a scale to F16: its stored bytes, and the value that they decode to.
 fn f16(v: f32) -> ([u8; 2], f32) {
@@ -29,21 +29,99 @@ pub(super) fn q4_0(values: &[f32; COLS], block: &mut [u8; Q4_0_BYTES]) {
     q4_0_pack_codes(&values.map(|v| (nearest((v * inverse).clamp(-8.0, 7.0)) + 8.0) as i32 as u8), block);
 }
 
-/// The 16 bytes of scales that Q4_K and Q5_K share, and the codes (0..=top).
-fn with_minima(values: &[f32; K_COLS], top: u8) -> ([u8; 16], [u8; K_COLS]) {
-    let groups = values.as_chunks::<32>().0;
-    let fits: [(f32, f32); 8] = std::array::from_fn(|g| scale_and_minimum(&groups[g], top));
-    let (d_bytes, d) = f16(fits.iter().fold(0.0, |a, f| f.0.max(a)) / 63.0);
-    let (dmin_bytes, dmin) = f16(fits.iter().fold(0.0, |a, f| f.1.max(a)) / 63.0);
-    let (mut scales, mut minima, mut codes) = ([0; 8], [0; 8], [0; K_COLS]);
-    for (g, codes) in codes.as_chunks_mut::<32>().0.iter_mut().enumerate() {
-        let (values, near) = (&groups[g], |v: f32, unit: f32| nearest((v * reciprocal(unit)).clamp(0.0, 63.0)));
+pub(super) fn q5_0(values: &[f32; COLS], block: &mut [u8; Q5_0_BYTES]) {
+    let (bytes, d) = f16(symmetric_scale(values, 16, true));
+    let inverse = reciprocal(d);
+    block[..2].copy_from_slice(&bytes);
+    let codes = values.map(|v| (nearest((v * inverse).clamp(-16.0, 15.0)) + 16.0) as i32 as u8);
+    block[2..].copy_from_slice(&pack_five_bit_codes(&codes));
+}
+
+/// The stored scale and minimum of Q4_1 and Q5_1, and the codes (0..=top).
+fn with_minimum(values: &[f32; COLS], top: u8) -> ([u8; 4], [u8; COLS]) {
+    let (scale, minimum) = scale_and_minimum(values, top, true);
+    let ((d_bytes, d), (m_bytes, m)) = (f16(scale), f16(-minimum));
+    let inverse = reciprocal(d);
+    let codes = values.map(|v| nearest(((v - m) * inverse).clamp(0.0, top as f32)) as i32 as u8);
+    ([d_bytes[0], d_bytes[1], m_bytes[0], m_bytes[1]], codes)
+}
+
+pub(super) fn q4_1(values: &[f32; COLS], block: &mut [u8; Q4_1_BYTES]) {
+    let (header, codes) = with_minimum(values, 15);
+    block[..4].copy_from_slice(&header);
+    block[4..].copy_from_slice(&pack_nibbles(&codes));
+}
+
+pub(super) fn q5_1(values: &[f32; COLS], block: &mut [u8; Q5_1_BYTES]) {
+    let (header, codes) = with_minimum(values, 31);
+    block[..4].copy_from_slice(&header);
+    block[4..].copy_from_slice(&pack_five_bit_codes(&codes));
+}
+
+pub(super) fn iq4_nl(values: &[f32; COLS], block: &mut [u8; IQ4_NL_BYTES]) {
+    let (bytes, d) = f16(table_scale(values, &IQ4_VALUES));
+    block[..2].copy_from_slice(&bytes);
+    block[2..].copy_from_slice(&pack_nibbles(&table_codes(values, d, &IQ4_VALUES)));
+}
+
+pub(super) fn mxfp4(values: &[f32; COLS], block: &mut [u8; MXFP4_BYTES]) {
+    // The exponent that puts the largest value between 4 and 8, and its neighbours: the larger one clips nothing, the
+    // smaller one has finer steps. Beyond 252 the largest code would decode to infinity.
+    let exponent = (amax(values).to_bits() >> 23).saturating_sub(2).min(252) as i32;
+    // 2^(127 - e), exact in F64.
+    let factor = |e: i32| f64::from_bits(((1023 + 127 - e) as u64) << 52);
+    let encode = |e: i32| {
+        let mut codes = [0; COLS];
+        let mut error = 0.0;
+        for (code, &v) in codes.iter_mut().zip(values) {
+            let x = (v as f64 * factor(e)) as f32;
+            let size = x.abs();
+            // Halfway between neighbours the even code wins.
+            let bounds = [size > 0.25, size >= 0.75, size > 1.25, size >= 1.75, size > 2.5, size >= 3.5, size > 5.0];
+            let near = bounds.iter().filter(|&&b| b).count();
+            *code = if x < 0.0 && near > 0 { 8 | near as u8 } else { near as u8 };
+            // In steps of the middle exponent, so that errors compare.
+            error += ((MXFP4_HALVES[near] as f32 * 0.5 - size) as f64 * factor(exponent) / factor(e)).powi(2);
+        }
+        (error, codes)
+    };
+    let (mut best, (mut best_error, mut best_codes)) = (exponent, encode(exponent));
+    for e in [exponent - 1, exponent + 1] {
+        if (0..=252).contains(&e) {
+            let (error, codes) = encode(e);
+            if error < best_error {
+                (best, best_error, best_codes) = (e, error, codes);
+            }
+        }
+    }
+    block[0] = best as u8;
+    block[1..].copy_from_slice(&pack_nibbles(&best_codes));
+}
+
+/// What is stored of a block with a scale and a minimum for each of `G` groups of `N` columns.
+struct Minima<const G: usize> {
+    d: [u8; 2],
+    dmin: [u8; 2],
+    scales: [u8; G],
+    minima: [u8; G],
+    codes: [u8; K_COLS],
+}
+
+/// Codes in `0..=top`, scales and minima in `0..=largest`.
+fn with_minima<const G: usize, const N: usize>(values: &[f32; K_COLS], top: u8, largest: f32) -> Minima<G> {
+    let groups = values.as_chunks::<N>().0;
+    let fits: [(f32, f32); G] = std::array::from_fn(|g| scale_and_minimum(&groups[g], top, false));
+    let (d_bytes, d) = f16(fits.iter().fold(0.0, |a, f| f.0.max(a)) / largest);
+    let (dmin_bytes, dmin) = f16(fits.iter().fold(0.0, |a, f| f.1.max(a)) / largest);
+    let (mut scales, mut minima, mut codes) = ([0; G], [0; G], [0; K_COLS]);
+    for (g, codes) in codes.as_chunks_mut::<N>().0.iter_mut().enumerate() {
+        let (values, near) = (&groups[g], |v: f32, unit: f32| nearest((v * reciprocal(unit)).clamp(0.0, largest)));
         let (scale, minimum) = (near(fits[g].0, d), near(fits[g].1, dmin));
         // Rounded one by one, the two no longer fit each other best: look around.
         let (mut best, mut best_error) = ((scale, minimum), f32::INFINITY);
         for scale in [scale, scale - 1.0, scale + 1.0] {
             for minimum in [minimum, minimum - 1.0, minimum + 1.0] {
-                if scale.clamp(0.0, 63.0) == scale && minimum.clamp(0.0, 63.0) == minimum {
+                if scale.clamp(0.0, largest) == scale && minimum.clamp(0.0, largest) == minimum {
                     let error = error_with_minimum(values, d * scale, dmin * minimum, top);
                     if error < best_error {
                         (best, best_error) = ((scale, minimum), error);
@@ -55,44 +133,112 @@ fn with_minima(values: &[f32; K_COLS], top: u8) -> ([u8; 16], [u8; K_COLS]) {
         let (inverse, minimum) = (reciprocal(d * best.0), dmin * best.1);
         *codes = values.map(|v| nearest(((v + minimum) * inverse).clamp(0.0, top as f32)) as i32 as u8);
     }
+    Minima { d: d_bytes, dmin: dmin_bytes, scales, minima, codes }
+}
+
+/// The 16 bytes of scales that Q4_K and Q5_K share.
+fn header(m: &Minima<8>) -> [u8; 16] {
     let mut header = [0; 16];
-    header[..2].copy_from_slice(&d_bytes);
-    header[2..4].copy_from_slice(&dmin_bytes);
-    header[4..].copy_from_slice(&q4k_pack_scales(&scales, &minima));
-    (header, codes)
+    header[..2].copy_from_slice(&m.d);
+    header[2..4].copy_from_slice(&m.dmin);
+    header[4..].copy_from_slice(&q4k_pack_scales(&m.scales, &m.minima));
+    header
+}
+
+pub(super) fn q2k(values: &[f32; K_COLS], block: &mut [u8; Q2K_BYTES]) {
+    let m: Minima<16> = with_minima::<16, 16>(values, 3, 15.0);
+    for (byte, (scale, minimum)) in block.iter_mut().zip(m.scales.iter().zip(m.minima)) {
+        *byte = scale | minimum << 4;
+    }
+    block[16..80].copy_from_slice(&pack_bit_pairs(&m.codes));
+    block[80..82].copy_from_slice(&m.d);
+    block[82..].copy_from_slice(&m.dmin);
 }
 
 pub(super) fn q4k(values: &[f32; K_COLS], block: &mut [u8; Q4K_BYTES]) {
-    let (header, codes) = with_minima(values, 15);
-    block[..16].copy_from_slice(&header);
-    q4k_pack_codes(&codes, block);
+    let m = with_minima::<8, 32>(values, 15, 63.0);
+    block[..16].copy_from_slice(&header(&m));
+    q4k_pack_codes(&m.codes, block);
 }
 
 pub(super) fn q5k(values: &[f32; K_COLS], block: &mut [u8; Q5K_BYTES]) {
-    let (header, codes) = with_minima(values, 31);
-    block[..16].copy_from_slice(&header);
-    q5k_pack_codes(&codes, block);
+    let m = with_minima::<8, 32>(values, 31, 63.0);
+    block[..16].copy_from_slice(&header(&m));
+    q5k_pack_codes(&m.codes, block);
 }
 
-pub(super) fn q6k(values: &[f32; K_COLS], block: &mut [u8; Q6K_BYTES]) {
-    let groups = values.as_chunks::<16>().0;
-    let fits: [f32; 16] = std::array::from_fn(|g| symmetric_scale(&groups[g], 32, true));
+/// The block's scale and that of each of its `G` groups of `N` columns, in `-largest..largest`, out of the scales that fit the
+/// groups best: the neighbour of each that leaves the smallest error.
+fn group_scales<const G: usize, const N: usize>(
+    values: &[f32; K_COLS],
+    largest: f32,
+    fit: impl Fn(&[f32; N]) -> f32,
+    error: impl Fn(&[f32; N], f32) -> f32,
+) -> ([u8; 2], f32, [i8; G]) {
+    let groups = values.as_chunks::<N>().0;
+    let fits: [f32; G] = std::array::from_fn(|g| fit(&groups[g]));
     let extreme = fits.iter().fold(0f32, |a, &s| if s.abs() > a.abs() { s } else { a });
-    let (bytes, d) = f16(extreme / -128.0);
-    let mut codes = [0; K_COLS];
-    for (g, codes) in codes.as_chunks_mut::<16>().0.iter_mut().enumerate() {
-        let near = nearest((fits[g] * reciprocal(d)).clamp(-128.0, 127.0));
+    let (bytes, d) = f16(extreme / -largest);
+    let scales = std::array::from_fn(|g| {
+        let near = nearest((fits[g] * reciprocal(d)).clamp(-largest, largest - 1.0));
         let (mut best, mut best_error) = (near, f32::INFINITY);
         for scale in [near, near - 1.0, near + 1.0] {
-            let error = symmetric_error(&groups[g], d * scale, 32);
-            if scale.clamp(-128.0, 127.0) == scale && error < best_error {
+            let error = error(&groups[g], d * scale);
+            if scale.clamp(-largest, largest - 1.0) == scale && error < best_error {
                 (best, best_error) = (scale, error);
             }
         }
-        block[192 + g] = best as i32 as i8 as u8;
-        let inverse = reciprocal(d * best);
-        *codes = groups[g].map(|v| (nearest((v * inverse).clamp(-32.0, 31.0)) + 32.0) as i32 as u8);
+        best as i32 as i8
+    });
+    (bytes, d, scales)
+}
+
+/// The block's scale, those of its groups, and the codes in `0..2 * half`.
+fn symmetric<const G: usize, const N: usize>(
+    values: &[f32; K_COLS],
+    largest: f32,
+    half: u8,
+) -> ([u8; 2], [i8; G], [u8; K_COLS]) {
+    let (bytes, d, scales) = group_scales::<G, N>(
+        values,
+        largest,
+        |values| symmetric_scale(values, half, true),
+        |values, scale| symmetric_error(values, scale, half),
+    );
+    let (mut codes, edge) = ([0; K_COLS], half as f32);
+    for (g, (codes, values)) in codes.as_chunks_mut::<N>().0.iter_mut().zip(values.as_chunks::<N>().0).enumerate() {
+        let inverse = reciprocal(d * scales[g] as f32);
+        *codes = values.map(|v| (nearest((v * inverse).clamp(-edge, edge - 1.0)) + edge) as i32 as u8);
     }
+    (bytes, scales, codes)
+}
+
+pub(super) fn q3k(values: &[f32; K_COLS], block: &mut [u8; Q3K_BYTES]) {
+    let (d, scales, codes) = symmetric::<16, 16>(values, 32.0, 4);
+    q3k_pack_codes(&codes, block);
+    block[96..108].copy_from_slice(&q3k_pack_scales(&scales));
+    block[108..].copy_from_slice(&d);
+}
+
+pub(super) fn q6k(values: &[f32; K_COLS], block: &mut [u8; Q6K_BYTES]) {
+    let (d, scales, codes) = symmetric::<16, 16>(values, 128.0, 32);
     q6k_pack_codes(&codes, block);
-    block[208..].copy_from_slice(&bytes);
+    block[192..208].copy_from_slice(&scales.map(|s| s as u8));
+    block[208..].copy_from_slice(&d);
+}
+
+pub(super) fn iq4_xs(values: &[f32; K_COLS], block: &mut [u8; IQ4_XS_BYTES]) {
+    let (bytes, d, scales) = group_scales::<8, 32>(
+        values,
+        32.0,
+        |values| table_scale(values, &IQ4_VALUES),
+        |values, scale| table_error(values, scale, &IQ4_VALUES),
+    );
+    let mut codes = [0; K_COLS];
+    for (g, (codes, values)) in codes.as_chunks_mut::<32>().0.iter_mut().zip(values.as_chunks::<32>().0).enumerate() {
+        *codes = table_codes(values, d * scales[g] as f32, &IQ4_VALUES);
+    }
+    block[..2].copy_from_slice(&bytes);
+    block[2..8].copy_from_slice(&iq4_xs_pack_scales(&scales));
+    iq4_xs_pack_codes(&codes, block);
 }

@@ -43,6 +43,14 @@ pub(super) fn encode(format: Format, cols: usize, values: &[f32], codes: &mut [u
         Format::Q4K => each(values, codes, blocks::q4k),
         Format::Q5K => each(values, codes, blocks::q5k),
         Format::Q6K => each(values, codes, blocks::q6k),
+        Format::Q4_1 => each(values, codes, blocks::q4_1),
+        Format::Q5_0 => each(values, codes, blocks::q5_0),
+        Format::Q5_1 => each(values, codes, blocks::q5_1),
+        Format::Q2K => each(values, codes, blocks::q2k),
+        Format::Q3K => each(values, codes, blocks::q3k),
+        Format::Iq4Nl => each(values, codes, blocks::iq4_nl),
+        Format::Iq4Xs => each(values, codes, blocks::iq4_xs),
+        Format::Mxfp4Ggml => each(values, codes, blocks::mxfp4),
     }
 }
 

@@ -61,10 +61,10 @@ pub(super) fn symmetric_scale(values: &[f32], half: u8, signed: bool) -> f32 {
     best
 }
 
-/// Scale `s >= 0` and minimum `m >= 0` for `v = s * q - m`, with codes `q` in `0..=top`.
-pub(super) fn scale_and_minimum(values: &[f32; 32], top: u8) -> (f32, f32) {
+/// Scale `s >= 0` and minimum `m` for `v = s * q - m`, with codes `q` in `0..=top`; `m >= 0` unless it is `signed`.
+pub(super) fn scale_and_minimum<const N: usize>(values: &[f32; N], top: u8, signed: bool) -> (f32, f32) {
     let top = top as f32;
-    let low = values.iter().fold(0f32, |a, &v| if v < a { v } else { a });
+    let low = values.iter().fold(if signed { f32::INFINITY } else { 0.0 }, |a, &v| if v < a { v } else { a });
     let high = values.iter().fold(low, |a, &v| if v > a { v } else { a });
     let count = values.len() as f32;
     let [v1, vv] = sums(values, |v| [v, v * v]);
@@ -80,8 +80,8 @@ pub(super) fn scale_and_minimum(values: &[f32; 32], top: u8) -> (f32, f32) {
         });
         let spread = count * qq - q1 * q1;
         let (mut scale, mut offset) = ((count * vq - v1 * q1) / spread, (qq * v1 - q1 * vq) / spread);
-        // Equal codes do not determine both, and minima cannot be negative.
-        if spread <= 0.0 || offset > 0.0 {
+        // Equal codes do not determine both, and most minima cannot be negative.
+        if spread <= 0.0 || offset > 0.0 && !signed {
             (scale, offset) = (vq / qq, 0.0);
         }
         let error = vv - 2.0 * (scale * vq + offset * v1)
@@ -96,7 +96,7 @@ pub(super) fn scale_and_minimum(values: &[f32; 32], top: u8) -> (f32, f32) {
 }
 
 /// Squared error of `v = s * q - m` with the nearest codes in `0..=top`.
-pub(super) fn error_with_minimum(values: &[f32; 32], scale: f32, minimum: f32, top: u8) -> f32 {
+pub(super) fn error_with_minimum<const N: usize>(values: &[f32; N], scale: f32, minimum: f32, top: u8) -> f32 {
     let (inverse, top) = (reciprocal(scale), top as f32);
     let [error] = sums(values, |v| {
         let diff = scale * nearest((v + minimum) * inverse).clamp(0.0, top) - minimum - v;
@@ -113,6 +113,51 @@ pub(super) fn symmetric_error(values: &[f32], scale: f32, half: u8) -> f32 {
         [diff * diff]
     });
     error
+}
+
+/// Index of the entry of a rising table that is nearest to a number.
+#[inline(always)]
+fn nearest_entry(table: &[i8; 16], x: f32) -> usize {
+    (1..16).map(|i| usize::from(2.0 * x > table[i - 1] as f32 + table[i] as f32)).sum()
+}
+
+/// Codes of the entries of a rising table that are nearest to `v / scale`.
+pub(super) fn table_codes(values: &[f32; 32], scale: f32, table: &[i8; 16]) -> [u8; 32] {
+    let inverse = reciprocal(scale);
+    values.map(|v| nearest_entry(table, v * inverse) as u8)
+}
+
+/// Squared error of `v = s * table[q]` with the nearest entries of a rising table.
+pub(super) fn table_error(values: &[f32; 32], scale: f32, table: &[i8; 16]) -> f32 {
+    let inverse = reciprocal(scale);
+    let [error] = sums(values, |v| {
+        let diff = scale * table[nearest_entry(table, v * inverse)] as f32 - v;
+        [diff * diff]
+    });
+    error
+}
+
+/// Scale `s`, of either sign, for `v = s * table[q]` with a rising table; 0 for a group of zeros.
+pub(super) fn table_scale(values: &[f32; 32], table: &[i8; 16]) -> f32 {
+    let extreme = values.iter().fold(0f32, |a, &v| if v.abs() > a.abs() { v } else { a });
+    let (mut best, mut best_gain) = (0.0, 0.0);
+    for edge in [table[0] as f32, table[15] as f32] {
+        // The number that the largest value is sent to: from a tenth below the edge to a fifth beyond it, where it is clipped.
+        for step in -5..=10 {
+            let inverse = edge * (1.0 + step as f32 * 0.02) / extreme;
+            if !inverse.is_normal() {
+                break;
+            }
+            let [vq, qq] = sums(values, |v| {
+                let q = table[nearest_entry(table, v * inverse)] as f32;
+                [v * q, q * q]
+            });
+            if vq * vq > best_gain * qq {
+                (best, best_gain) = (vq / qq, vq * vq / qq);
+            }
+        }
+    }
+    best
 }
 
 /// `1 / scale`, and 0 for scales that are zero or too small to divide by: their codes are then zero.

@@ -5,7 +5,7 @@ use crate::layer::Proj;
 use crate::source::WeightSource;
 use crate::source::synthetic::SyntheticSource;
 
-const FORMATS: [Format; 16] = [
+const FORMATS: [Format; 24] = [
     Format::F32,
     Format::F16,
     Format::Bf16,
@@ -22,6 +22,14 @@ const FORMATS: [Format; 16] = [
     Format::Q4K,
     Format::Q5K,
     Format::Q6K,
+    Format::Q4_1,
+    Format::Q5_0,
+    Format::Q5_1,
+    Format::Q2K,
+    Format::Q3K,
+    Format::Iq4Nl,
+    Format::Iq4Xs,
+    Format::Mxfp4Ggml,
 ];
 
 fn normal(rows: usize, cols: usize) -> Vec<f32> {
@@ -63,6 +71,15 @@ fn errors_on_a_trained_model_are_at_most_those_of_common_encoders() {
         (Format::Q5K, 0.0360),
         (Format::Q4K, 0.0712),
         (Format::Q4_0, 0.0856),
+        (Format::Q4_1, 0.0780),
+        (Format::Q5_0, 0.0425),
+        (Format::Q5_1, 0.0378),
+        (Format::Mxfp4Ggml, 0.1160),
+        // No common encoder was at hand for these: what this one gave when it was written.
+        (Format::Q2K, 0.2631),
+        (Format::Q3K, 0.1437),
+        (Format::Iq4Nl, 0.0733),
+        (Format::Iq4Xs, 0.0740),
     ];
     let model = tiny_model();
     let mut failures = Vec::new();
@@ -103,7 +120,10 @@ fn every_format_and_awkward_shape_comes_back_close() {
                 Format::Int8(_) | Format::Int8Offset(_) | Format::Q8_0 => 0.01,
                 Format::Fp8Block | Format::Fp8Channel => 0.03,
                 Format::Q6K => 0.02,
-                Format::Q5K => 0.05,
+                Format::Q5K | Format::Q5_0 | Format::Q5_1 => 0.05,
+                Format::Q3K => 0.19,
+                Format::Q2K => 0.3,
+                Format::Mxfp4Ggml => 0.14,
                 _ => 0.13,
             };
             assert!(error <= bound, "{format} [{rows}, {cols}]: {error}");
@@ -158,7 +178,9 @@ fn constant_positive_tiny_and_huge_rows_are_no_trouble() {
         let mut values = vec![1e-3; 256];
         values[77] = 5e3;
         let error = relative_error(&values, &encode(format, 1, 256, &values).unwrap().decode()).rms_ratio;
-        assert!(error < 0.05, "{format} with an outlier: {error}");
+        // Nothing between 4 and 6 times a power of two is an MXFP4 number; 5000 lies between 4096 and 6144.
+        let bound = if format == Format::Mxfp4Ggml { 0.19 } else { 0.05 };
+        assert!(error < bound, "{format} with an outlier: {error}");
     }
 }
 

@@ -60,7 +60,7 @@ impl Random {
 }
 
 /// Every format that this build knows, with the group sizes that checkpoints use.
-pub const FORMATS: [Format; 19] = [
+pub const FORMATS: [Format; 27] = [
     Format::F32,
     Format::F16,
     Format::Bf16,
@@ -80,6 +80,14 @@ pub const FORMATS: [Format; 19] = [
     Format::Q4K,
     Format::Q5K,
     Format::Q6K,
+    Format::Q4_1,
+    Format::Q5_0,
+    Format::Q5_1,
+    Format::Q2K,
+    Format::Q3K,
+    Format::Iq4Nl,
+    Format::Iq4Xs,
+    Format::Mxfp4Ggml,
 ];
 
 /// (hidden, intermediate, experts): one below, at and above tiles and blocks, and what real models have.

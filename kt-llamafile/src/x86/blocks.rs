@@ -42,6 +42,12 @@ pub trait Blocks {
 /// 32 columns: F16 scale, 32 signed bytes.
 pub struct Q8_0;
 
+/// 32 columns: F16 scale, 16 bytes of nibbles with offset 8: columns 0..16 low, 16..32 high.
+pub struct Q4_0;
+
+/// 32 columns: F16 scale, 32 fifth bits, nibbles as Q4_0; codes with offset 16.
+pub struct Q5_0;
+
 /// 256 columns: F16 `d` and `dmin`, 12 bytes of 6-bit scales and minima, then 4 times 32 bytes of nibbles.
 pub struct Q4K;
 
@@ -75,6 +81,74 @@ impl Blocks for Q8_0 {
             }
         }
     }
+}
+
+impl Blocks for Q4_0 {
+    #[inline(always)]
+    unsafe fn panel<S: Simd>(s: S, panel: &Panel, cols: usize, x: &Tile<'_>, sums: &mut [f32]) {
+        let mask = s.splat(0x0f0f_0f0f);
+        let w = &panel.rows;
+        for i in 0..cols / 32 {
+            let at = i * 18;
+            panel.fetch_ahead::<S>(at, 18);
+            // SAFETY: block `i` of each row is bytes `at..at + 18`.
+            let (scale, nibbles) = unsafe { (s.halves(w, at), s.transpose16(w, at + 2)) };
+            let mut codes = [mask; 8];
+            for k in 0..4 {
+                codes[k] = s.and(nibbles[k], mask);
+                codes[4 + k] = s.and(s.shr(nibbles[k], 4), mask);
+            }
+            let g = i % 4;
+            for (x, sum) in with_sums::<S>(x.block(i / 4), sums) {
+                // -128 times the sum of the input's codes is 16 times what the offset of 8 adds too much.
+                let dot = s.to_f32(s.add(s.dot_low(&codes, &x.codes[g]), s.splat(x.offset(g) >> 4)));
+                let y = s.fma(s.mul(dot, s.splat_f32(x.scale[g])), scale, s.load(sum));
+                s.store(y, sum);
+            }
+        }
+    }
+}
+
+impl Blocks for Q5_0 {
+    #[inline(always)]
+    unsafe fn panel<S: Simd>(s: S, panel: &Panel, cols: usize, x: &Tile<'_>, sums: &mut [f32]) {
+        let mask = |v, m: u32| s.and(v, s.splat(m as i32));
+        let w = &panel.rows;
+        for i in 0..cols / 32 {
+            let at = i * 22;
+            panel.fetch_ahead::<S>(at, 22);
+            // SAFETY: block `i` of each row is bytes `at..at + 22`.
+            let (head, nibbles) = unsafe { (s.transpose16(w, at), s.transpose16(w, at + 6)) };
+            // Codes times 8 have offset 128, as bytes.
+            let scale = s.mul(s.low_halves(head[0]), s.splat_f32(1.0 / 8.0));
+            let fifth = s.or(s.shr(head[0], 16), s.shl(head[1], 16));
+            let mut codes = high_bits(s, fifth);
+            for k in 0..4 {
+                codes[k] = s.or(codes[k], mask(s.shl(nibbles[k], 3), 0x7878_7878));
+                codes[4 + k] = s.or(codes[4 + k], mask(s.shr(nibbles[k], 1), 0x7878_7878));
+            }
+            let codes = s.bytes(codes);
+            let g = i % 4;
+            for (x, sum) in with_sums::<S>(x.block(i / 4), sums) {
+                let dot = s.to_f32(s.dot_bytes(&codes, &x.codes[g], x.offset(g)));
+                let y = s.fma(s.mul(dot, s.splat_f32(x.scale[g])), scale, s.load(sum));
+                s.store(y, sum);
+            }
+        }
+    }
+}
+
+/// Spreads 32 bits: bit `4 k + j` becomes the highest bit of byte `j` of line `k`.
+#[inline(always)]
+fn high_bits<S: Simd>(s: S, bits: S::I) -> [S::I; 8] {
+    let mut lines = [bits; 8];
+    for (k, line) in lines.iter_mut().enumerate() {
+        let four = s.and(s.shr(bits, 4 * k as u32), s.splat(15));
+        // Bit `j`, moved up by 7 * (j + 1), is bit 8 * j + 7; no two copies share a bit.
+        let copies = s.or(s.or(s.shl(four, 7), s.shl(four, 14)), s.or(s.shl(four, 21), s.shl(four, 28)));
+        *line = s.and(copies, s.splat(0x8080_8080_u32 as i32));
+    }
+    lines
 }
 
 impl Blocks for Q4K {

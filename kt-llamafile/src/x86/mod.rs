@@ -73,7 +73,7 @@ macro_rules! tier {
             use kt_core::cpu::memory::AlignedBytes;
             use kt_core::{Format, Matrix};
 
-            use super::blocks::{Q4K, Q6K, Q8_0};
+            use super::blocks::{Q4_0, Q4K, Q5_0, Q6K, Q8_0};
 
             /// One function per block type.
             macro_rules! product {
@@ -92,6 +92,8 @@ macro_rules! tier {
                 };
             }
             product!(q8_0, Q8_0);
+            product!(q4_0, Q4_0);
+            product!(q5_0, Q5_0);
             product!(q4k, Q4K);
             product!(q6k, Q6K);
 
@@ -107,6 +109,8 @@ macro_rules! tier {
             ) {
                 match w.format() {
                     Format::Q8_0 => q8_0(w, outputs, x, rows, out, scratch),
+                    Format::Q4_0 => q4_0(w, outputs, x, rows, out, scratch),
+                    Format::Q5_0 => q5_0(w, outputs, x, rows, out, scratch),
                     Format::Q4K => q4k(w, outputs, x, rows, out, scratch),
                     Format::Q6K => q6k(w, outputs, x, rows, out, scratch),
                     other => unreachable!("{other} was not accepted"),

@@ -54,6 +54,8 @@ pub trait Simd: Copy {
 
     /// `v` in each lane.
     fn splat(self, v: i32) -> Self::I;
+    /// `a + b`, as integers.
+    fn add(self, a: Self::I, b: Self::I) -> Self::I;
     /// Bitwise and.
     fn and(self, a: Self::I, b: Self::I) -> Self::I;
     /// Bitwise or.

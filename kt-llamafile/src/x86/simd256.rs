@@ -28,7 +28,6 @@ impl Avx2 {
         fn maddubs(self, unsigned: __m256i, signed: i32) -> __m256i
             = _mm256_maddubs_epi16(unsigned, _mm256_set1_epi32(signed));
         fn add16(self, a: __m256i, b: __m256i) -> __m256i = _mm256_add_epi16(a, b);
-        fn add(self, a: __m256i, b: __m256i) -> __m256i = _mm256_add_epi32(a, b);
         fn madd(self, a: __m256i, b: __m256i) -> __m256i = _mm256_madd_epi16(a, b);
         fn splat16(self, v: i16) -> __m256i = _mm256_set1_epi16(v);
         fn half8(self, v: [u16; 8]) -> __m256 = _mm256_cvtph_ps(std::mem::transmute::<[u16; 8], __m128i>(v));
@@ -103,6 +102,7 @@ impl Simd for Avx2 {
             _mm256_cvtph_ps(_mm256_castsi256_si128(packed))
         };
         fn splat(self, v: i32) -> __m256i = _mm256_set1_epi32(v);
+        fn add(self, a: __m256i, b: __m256i) -> __m256i = _mm256_add_epi32(a, b);
         fn and(self, a: __m256i, b: __m256i) -> __m256i = _mm256_and_si256(a, b);
         fn or(self, a: __m256i, b: __m256i) -> __m256i = _mm256_or_si256(a, b);
         fn xor(self, a: __m256i, b: __m256i) -> __m256i = _mm256_xor_si256(a, b);

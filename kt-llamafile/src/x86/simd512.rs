@@ -32,7 +32,6 @@ impl Avx512 {
         fn maddubs(self, unsigned: __m512i, signed: i32) -> __m512i
             = _mm512_maddubs_epi16(unsigned, _mm512_set1_epi32(signed));
         fn add16(self, a: __m512i, b: __m512i) -> __m512i = _mm512_add_epi16(a, b);
-        fn add(self, a: __m512i, b: __m512i) -> __m512i = _mm512_add_epi32(a, b);
         fn madd(self, a: __m512i, b: __m512i) -> __m512i = _mm512_madd_epi16(a, b);
         fn splat16(self, v: i16) -> __m512i = _mm512_set1_epi16(v);
         fn half16(self, v: [u16; 16]) -> __m512 = _mm512_cvtph_ps(std::mem::transmute::<[u16; 16], __m256i>(v));
@@ -142,6 +141,7 @@ impl Simd for Avx512 {
     intrinsics! {
         fn low_halves(self, v: __m512i) -> __m512 = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v));
         fn splat(self, v: i32) -> __m512i = _mm512_set1_epi32(v);
+        fn add(self, a: __m512i, b: __m512i) -> __m512i = _mm512_add_epi32(a, b);
         fn and(self, a: __m512i, b: __m512i) -> __m512i = _mm512_and_si512(a, b);
         fn or(self, a: __m512i, b: __m512i) -> __m512i = _mm512_or_si512(a, b);
         fn xor(self, a: __m512i, b: __m512i) -> __m512i = _mm512_xor_si512(a, b);
@@ -260,6 +260,7 @@ impl Simd for Avx512Vnni {
     inherit! {
         fn low_halves(self, v: __m512i) -> __m512;
         fn splat(self, v: i32) -> __m512i;
+        fn add(self, a: __m512i, b: __m512i) -> __m512i;
         fn and(self, a: __m512i, b: __m512i) -> __m512i;
         fn or(self, a: __m512i, b: __m512i) -> __m512i;
         fn xor(self, a: __m512i, b: __m512i) -> __m512i;

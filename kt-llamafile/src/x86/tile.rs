@@ -21,7 +21,7 @@ pub struct Record {
     pub codes: [[i32; 8]; 4],
     /// Scale per group.
     pub scale: [f32; 4],
-    /// Q8_0: -128 * the sum of codes, per group. Q6_K: -32 * the sum of codes, per 16 columns.
+    /// Q8_0, Q4_0, Q5_0: -128 * the sum of codes, per group. Q6_K: -32 * the sum of codes, per 16 columns.
     sums: [i32; 8],
     /// Q4_K: the bits of scale * sum of codes. Q6_K: -16 * the sums of codes over 16 columns, two I16 to a number.
     extra: [i32; 4],
