@@ -5,13 +5,14 @@
 //! a file of its own with its decoder; a new format is one arm of [`Format`] and one decoder: it then runs everywhere
 //! through decoding, and natively where a kernel accepts it.
 //!
-//! Not here yet, each with its place: GPTQ, AWQ and asymmetric INT4 (`int.rs`), MXFP4, MXFP8 and NVFP4 (`mx.rs`), the
-//! remaining GGUF block types (`ggml.rs`).
+//! Not here yet, each with its place: GPTQ, AWQ and asymmetric INT4 (`int.rs`), NVFP4 (`mx.rs`), the remaining
+//! GGUF block types (`ggml.rs`).
 
 pub mod float;
 pub mod fp8;
 pub mod ggml;
 pub mod int;
+pub mod mx;
 
 use std::fmt;
 
@@ -56,6 +57,10 @@ pub enum Format {
     Int8Offset(Group),
     /// Two columns per byte, low nibble first, value = nibble - 8 (compressed-tensors `pack-quantized`), symmetric.
     Int4(Group),
+    /// E2M1 codes, two columns per byte, low nibble first, and an E8M0 scale per 32 columns.
+    Mxfp4,
+    /// E4M3 codes, and an E8M0 scale per 32 columns.
+    Mxfp8,
     /// GGUF: 32 columns, F16 scale, signed bytes.
     Q8_0,
     /// GGUF: 32 columns, F16 scale, nibbles minus 8.
@@ -82,6 +87,8 @@ impl fmt::Display for Format {
             Format::Int8Offset(Group::Of(g)) => return f.pad(&format!("INT8-offset-g{g}")),
             Format::Int4(Group::Row) => "INT4-channel",
             Format::Int4(Group::Of(g)) => return f.pad(&format!("INT4-g{g}")),
+            Format::Mxfp4 => "MXFP4",
+            Format::Mxfp8 => "MXFP8",
             Format::Q8_0 => "Q8_0",
             Format::Q4_0 => "Q4_0",
             Format::Q4K => "Q4_K",
@@ -117,6 +124,8 @@ impl std::str::FromStr for Format {
             "int8-offset-channel" => Format::Int8Offset(Group::Row),
             "int4-channel" => Format::Int4(Group::Row),
             "int4" => Format::Int4(Group::Of(32)),
+            "mxfp4" => Format::Mxfp4,
+            "mxfp8" => Format::Mxfp8,
             "q8-0" => Format::Q8_0,
             "q4-0" => Format::Q4_0,
             "q4-k" => Format::Q4K,
@@ -132,7 +141,7 @@ impl std::str::FromStr for Format {
                 } else {
                     return Err(crate::Unsupported::new(format!(
                         "unknown format `{s}`; known are f32 f16 bf16 fp8-block fp8-channel int8-channel int8-gN int4-gN \
-                         q8_0 q4_0 q4_k q5_k q6_k"
+                         mxfp4 mxfp8 q8_0 q4_0 q4_k q5_k q6_k"
                     )));
                 }
             }
@@ -146,7 +155,7 @@ impl Format {
         match self {
             Format::Q4K | Format::Q5K | Format::Q6K => 256,
             Format::Q8_0 | Format::Q4_0 => 32,
-            Format::Int4(_) => 2,
+            Format::Int4(_) | Format::Mxfp4 => 2,
             _ => 1,
         }
     }
@@ -172,6 +181,8 @@ impl Format {
             Format::Int4(Group::Row) => blocks(2, 1),
             Format::Int4(Group::Of(g)) if g >= 2 && g % 2 == 0 => blocks(g as usize, g as usize / 2),
             Format::Int4(Group::Of(g)) => Err(format!("INT4 groups must be even, got {g}")),
+            Format::Mxfp4 => blocks(mx::COLS, mx::COLS / 2),
+            Format::Mxfp8 => blocks(mx::COLS, mx::COLS),
             Format::Q8_0 => blocks(32, 34),
             Format::Q4_0 => blocks(32, 18),
             Format::Q4K => blocks(256, 144),
@@ -188,15 +199,26 @@ impl Format {
             Format::Int8(g) | Format::Int8Offset(g) | Format::Int4(g) => {
                 Some((rows, cols.div_ceil(g.cols(cols).max(1))))
             }
+            Format::Mxfp4 | Format::Mxfp8 => Some((rows, cols.div_ceil(mx::COLS))),
             _ => None,
         }
     }
 
-    /// Bytes of a whole matrix as stored, scales included (taken as F32 for FP8, INT8 per row, BF16 for groups).
+    /// Whether separate scales may be of a type.
+    pub fn takes_scales(self, kind: ScaleType) -> bool {
+        match self {
+            Format::Fp8Block => true,
+            Format::Mxfp4 | Format::Mxfp8 => kind == ScaleType::E8m0,
+            _ => kind != ScaleType::E8m0,
+        }
+    }
+
+    /// Bytes of a whole matrix as stored, scales included (taken as F32 for FP8, INT8 per row, BF16 for groups of integers).
     pub fn stored_bytes(self, rows: usize, cols: usize) -> u64 {
         let codes = self.row_bytes(cols).unwrap_or(0) as u64 * rows as u64;
         let scale = match self {
             Format::Int8(Group::Of(_)) | Format::Int8Offset(Group::Of(_)) | Format::Int4(Group::Of(_)) => 2,
+            Format::Mxfp4 | Format::Mxfp8 => 1,
             _ => 4,
         };
         let scales = self.scale_shape(rows, cols).map_or(0, |(r, c)| r as u64 * c as u64 * scale);
@@ -213,6 +235,8 @@ pub enum ScaleType {
     F16,
     /// Upper half of an F32.
     Bf16,
+    /// A power of two: one byte, its exponent plus 127.
+    E8m0,
 }
 
 impl ScaleType {
@@ -221,16 +245,19 @@ impl ScaleType {
         match self {
             ScaleType::F32 => 4,
             ScaleType::F16 | ScaleType::Bf16 => 2,
+            ScaleType::E8m0 => 1,
         }
     }
 }
 
-/// The separate scale tensor of a matrix: `[rows, cols]` of [`Format::scale_shape`], row-major, contiguous.
+/// The separate scale tensor of a matrix: `[rows, cols]` of [`Format::scale_shape`], row-major.
 #[derive(Debug, Clone)]
 pub struct Scales {
     bytes: Bytes,
     kind: ScaleType,
     cols: usize,
+    /// Scales from one row to the next; more than `cols` when rows of two matrices alternate.
+    stride: usize,
 }
 
 impl Scales {
@@ -244,7 +271,7 @@ impl Scales {
         self.cols
     }
 
-    /// The stored bytes.
+    /// The stored bytes, from the first row's to the last one's.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
@@ -252,11 +279,12 @@ impl Scales {
     /// The scale at `[row, col]` of the scale tensor.
     #[inline]
     pub fn get(&self, row: usize, col: usize) -> f32 {
-        let i = row * self.cols + col;
+        let i = row * self.stride + col;
         match self.kind {
             ScaleType::F32 => float::f32_at(&self.bytes, i),
             ScaleType::F16 => float::f16_at(&self.bytes, i),
             ScaleType::Bf16 => float::bf16_at(&self.bytes, i),
+            ScaleType::E8m0 => mx::e8m0_to_f32(self.bytes[i]),
         }
     }
 }
@@ -299,6 +327,9 @@ impl Matrix {
             (Some((r, c)), None) => {
                 return Err(format!("{format} [{rows}, {cols}] needs scales [{r}, {c}], found none"));
             }
+            (Some(_), Some((_, kind))) if !format.takes_scales(kind) => {
+                return Err(format!("{format} has no scales of type {kind:?}"));
+            }
             (Some((r, c)), Some((bytes, kind))) => {
                 let want = r.checked_mul(c).and_then(|n| n.checked_mul(kind.bytes())).ok_or("shape overflows")?;
                 if bytes.len() != want {
@@ -307,7 +338,7 @@ impl Matrix {
                         bytes.len()
                     ));
                 }
-                Some(Scales { bytes, kind, cols: c })
+                Some(Scales { bytes, kind, cols: c, stride: c })
             }
         };
         Ok(Matrix { format, rows, cols, codes, row_bytes, stride: row_bytes, scales })
@@ -356,7 +387,12 @@ impl Matrix {
 
     /// Bytes of codes and scales that this handle covers.
     pub fn byte_len(&self) -> u64 {
-        (self.rows * self.row_bytes) as u64 + self.scales.as_ref().map_or(0, |s| s.bytes.len() as u64)
+        let scales = self.scales.as_ref().map_or(0, |s| self.scale_rows() * s.cols * s.kind.bytes());
+        (self.rows * self.row_bytes + scales) as u64
+    }
+
+    fn scale_rows(&self) -> usize {
+        self.format.scale_shape(self.rows, self.cols).map_or(0, |shape| shape.0)
     }
 
     /// Rows `first`, `first + step`, … (`count` of them) as a matrix of their own, without copying.
@@ -375,16 +411,17 @@ impl Matrix {
         let scales = match &self.scales {
             None => None,
             Some(s) => {
-                let rows_per_scale = if self.format == Format::Fp8Block { fp8::TILE } else { 1 };
-                if step != 1 || !first.is_multiple_of(rows_per_scale) {
+                let tall = if self.format == Format::Fp8Block { fp8::TILE } else { 1 };
+                if tall > 1 && (step != 1 || !first.is_multiple_of(tall)) {
                     return Err(format!(
                         "{} cannot be split at row {first}, step {step}: rows share scales",
                         self.format
                     ));
                 }
-                let row = s.cols * s.kind.bytes();
-                let (r0, r1) = (first / rows_per_scale, (first + count).div_ceil(rows_per_scale));
-                Some(Scales { bytes: s.bytes.slice(r0 * row..r1 * row), ..s.clone() })
+                let last = (first + (count - 1) * step) / tall;
+                let range = first / tall * s.stride..last * s.stride + s.cols;
+                let bytes = s.bytes.slice(range.start * s.kind.bytes()..range.end * s.kind.bytes());
+                Some(Scales { bytes, stride: s.stride * step, ..s.clone() })
             }
         };
         Ok(Matrix {
@@ -410,6 +447,7 @@ impl Matrix {
             Format::F32 | Format::F16 | Format::Bf16 => float::decode(self, row, start, out),
             Format::Fp8Block | Format::Fp8Channel => fp8::decode(self, row, start, out),
             Format::Int8(_) | Format::Int8Offset(_) | Format::Int4(_) => int::decode(self, row, start, out),
+            Format::Mxfp4 | Format::Mxfp8 => mx::decode(self, row, start, out),
             Format::Q8_0 | Format::Q4_0 | Format::Q4K | Format::Q5K | Format::Q6K => {
                 ggml::decode(self, row, start, out)
             }
@@ -436,11 +474,10 @@ impl Matrix {
     /// Names the first scale that is not a finite number.
     pub fn check_scales(&self) -> Result<(), String> {
         if let Some(s) = &self.scales {
-            let n = s.bytes.len() / s.kind.bytes();
-            for i in 0..n {
-                let v = s.get(i / s.cols, i % s.cols);
+            for (row, col) in (0..self.scale_rows()).flat_map(|r| (0..s.cols).map(move |c| (r, c))) {
+                let v = s.get(row, col);
                 if !v.is_finite() {
-                    return Err(format!("scale [{}, {}] is {v}", i / s.cols, i % s.cols));
+                    return Err(format!("scale [{row}, {col}] is {v}"));
                 }
             }
         }

@@ -2,7 +2,7 @@
 //!
 //! Encoders work on bands of rows in parallel and give the same bytes for any number of threads. Scales of integer formats
 //! are searched so that the squared error of the decoded values is smallest; no calibration data is used. Separate scales
-//! are F32 where they are per row or tile, BF16 where they are per group.
+//! are F32 where they are per row or tile, BF16 where they are per group, powers of two in MX formats.
 //!
 //! [`Requantized`] is a source whose experts are re-encoded as they are read.
 
@@ -79,6 +79,7 @@ pub fn relative_error(reference: &[f32], got: &[f32]) -> Errors {
 pub(crate) fn scale_type(format: Format) -> ScaleType {
     match format {
         Format::Int8(Group::Of(_)) | Format::Int8Offset(Group::Of(_)) | Format::Int4(Group::Of(_)) => ScaleType::Bf16,
+        Format::Mxfp4 | Format::Mxfp8 => ScaleType::E8m0,
         _ => ScaleType::F32,
     }
 }

@@ -3,7 +3,8 @@
 use super::blocks;
 use super::search::{nearest, symmetric_scale};
 use crate::format::float::{bf16_to_f32, f32_to_bf16};
-use crate::format::fp8::{TILE, f32_to_e4m3};
+use crate::format::fp8::{E4M3, TILE, f32_to_e4m3};
+use crate::format::mx::{self, E2M1, e8m0_to_f32, f32_to_e2m1};
 use crate::format::{Format, Group};
 
 /// Position of the first value that the format cannot hold, whatever its scales.
@@ -38,6 +39,28 @@ pub(super) fn encode(format: Format, cols: usize, values: &[f32], codes: &mut [u
             groups(group, cols, values, codes, scales, 1, |v, stored, codes| int8(v, 0x80, stored, codes));
         }
         Format::Int4(group) => groups(group, cols, values, codes, scales, 2, int4),
+        Format::Mxfp4 => microscaled(
+            values,
+            codes,
+            scales,
+            2,
+            |v| E2M1[f32_to_e2m1(v) as usize],
+            |v, codes| {
+                for (byte, v) in codes.iter_mut().zip(v.as_chunks::<2>().0) {
+                    *byte = f32_to_e2m1(v[0]) | f32_to_e2m1(v[1]) << 4;
+                }
+            },
+        ),
+        Format::Mxfp8 => microscaled(
+            values,
+            codes,
+            scales,
+            8,
+            |v| E4M3[f32_to_e4m3(v) as usize],
+            |v, codes| {
+                codes.iter_mut().zip(v).for_each(|(code, &v)| *code = f32_to_e4m3(v));
+            },
+        ),
         Format::Q8_0 => each(values, codes, blocks::q8_0),
         Format::Q4_0 => each(values, codes, blocks::q4_0),
         Format::Q4K => each(values, codes, blocks::q4k),
@@ -144,4 +167,29 @@ fn int4(values: &[f32], stored: fn(f32) -> f32, codes: &mut [u8]) -> f32 {
         *byte = code(v[0]) | code(v[1]) << 4;
     }
     scale
+}
+
+/// Groups of 32 with a power of two as scale. `top` is the exponent of the largest value that codes have; `round` takes a value to
+/// the nearest of them, `store` writes the codes of a group.
+fn microscaled(
+    values: &[f32],
+    codes: &mut [u8],
+    scales: &mut [u8],
+    top: i32,
+    round: impl Fn(f32) -> f32,
+    store: impl Fn(&[f32; mx::COLS], &mut [u8]),
+) {
+    let bytes = codes.len() / scales.len().max(1);
+    for ((values, codes), scale) in
+        values.as_chunks::<{ mx::COLS }>().0.iter().zip(codes.chunks_exact_mut(bytes.max(1))).zip(scales)
+    {
+        // The exponent that keeps the largest value within the codes' last power of two, perhaps clipping it, and the one above.
+        let low = ((amax(values).to_bits() >> 23) as i32 - top).clamp(0, 254) as u8;
+        let scaled = |u: u8| values.map(|v| v / e8m0_to_f32(u));
+        let error =
+            |u: u8| scaled(u).iter().map(|&v| (v - round(v)).powi(2)).sum::<f32>() * if u == low { 1.0 } else { 4.0 };
+        let high = low.saturating_add(1).min(254);
+        *scale = if error(high) < error(low) { high } else { low };
+        store(&scaled(*scale), codes);
+    }
 }

@@ -14,6 +14,7 @@ use crate::activation::{Activation, exp};
 use crate::error::{Error, Result};
 use crate::format::float::f32_to_bf16;
 use crate::format::fp8::{E4M3, f32_to_e4m3};
+use crate::format::mx::{E2M1, e8m0_to_f32, f32_to_e2m1};
 use crate::format::{Format, Matrix, ScaleType, ggml};
 use crate::layer::{LayerSpec, Proj};
 use crate::quantize::scale_type;
@@ -278,7 +279,12 @@ impl Codes {
 
     /// Two nibbles per byte.
     fn nibbles(offset: f32) -> Self {
-        let one = Codes::new(&quantiles::<64>(), 2.9, offset, 15.0);
+        Codes::new(&quantiles::<64>(), 2.9, offset, 15.0).paired()
+    }
+
+    /// From 64 entries of a nibble each, all pairs of them.
+    fn paired(self) -> Self {
+        let one = self;
         Codes { codes: std::array::from_fn(|i| one.codes[i % 64] | one.codes[i / 64] << 4), ..one }
     }
 }
@@ -291,6 +297,8 @@ struct Tables {
     int8: Codes,
     /// Pairs of nibbles, minus 8.
     nibbles: Codes,
+    /// Pairs of nibbles, E2M1.
+    e2m1: Codes,
     /// Pairs of nibbles, minus 7.5.
     centred_nibbles: Codes,
     /// 0..32, minus 15.5.
@@ -310,6 +318,11 @@ static TABLES: LazyLock<Tables> = LazyLock::new(|| {
         }),
         int8,
         nibbles: Codes::nibbles(8.0),
+        e2m1: Codes::of(&quantiles::<64>(), |v| {
+            let code = f32_to_e2m1(v * 2.2);
+            (code, E2M1[code as usize])
+        })
+        .paired(),
         centred_nibbles: Codes::nibbles(7.5),
         five_bits: Codes::new(&normal, 4.2, 15.5, 31.0),
         six_bits: Codes::new(&normal, 8.6, 32.0, 63.0),
@@ -347,7 +360,8 @@ fn generate(mut random: Random, format: Format, rows: usize, cols: usize) -> Res
         Format::F32 => (floats(&mut random, rows * cols, |v| (v * deviation).to_le_bytes()), None),
         Format::F16 => (floats(&mut random, rows * cols, |v| f16(v * deviation)), None),
         Format::Bf16 => (floats(&mut random, rows * cols, |v| f32_to_bf16(v * deviation).to_le_bytes()), None),
-        Format::Fp8Block | Format::Fp8Channel => (bytes(&mut random, size, &t.fp8), Some(&t.fp8)),
+        Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => (bytes(&mut random, size, &t.fp8), Some(&t.fp8)),
+        Format::Mxfp4 => (bytes(&mut random, size, &t.e2m1), Some(&t.e2m1)),
         Format::Int8(_) => (bytes(&mut random, size, &t.int8), Some(&t.int8)),
         Format::Int8Offset(_) => {
             let mut codes = bytes(&mut random, size, &t.int8);
@@ -389,6 +403,7 @@ fn generate(mut random: Random, format: Format, rows: usize, cols: usize) -> Res
                 ScaleType::F32 => out.extend_from_slice(&scale.to_le_bytes()),
                 ScaleType::F16 => out.extend_from_slice(&f16(scale)),
                 ScaleType::Bf16 => out.extend_from_slice(&f32_to_bf16(scale).to_le_bytes()),
+                ScaleType::E8m0 => out.push(power_of_two(&mut random, scale)),
             }
         }
         (Bytes::from(out), kind)
@@ -406,6 +421,13 @@ fn bytes(random: &mut Random, count: usize, table: &Codes) -> Vec<u8> {
     let mut out = vec![0; count];
     random.fill(&table.codes, &mut out);
     out
+}
+
+/// One of the two powers of two around `scale`, so that their mean square is that of `scale`.
+fn power_of_two(random: &mut Random, scale: f32) -> u8 {
+    let low = ((scale.to_bits() >> 23) as u8).min(253);
+    let above = ((scale / e8m0_to_f32(low)).powi(2) - 1.0) / 3.0;
+    low + ((random.next() >> 40) as f32 / ((1u64 << 24) as f32) < above) as u8
 }
 
 fn f16(v: f32) -> [u8; 2] {
@@ -456,7 +478,7 @@ mod tests {
     use super::*;
     use crate::format::Group;
 
-    const FORMATS: [Format; 16] = [
+    const FORMATS: [Format; 18] = [
         Format::F32,
         Format::F16,
         Format::Bf16,
@@ -468,6 +490,8 @@ mod tests {
         Format::Int8Offset(Group::Of(16)),
         Format::Int4(Group::Row),
         Format::Int4(Group::Of(32)),
+        Format::Mxfp4,
+        Format::Mxfp8,
         Format::Q8_0,
         Format::Q4_0,
         Format::Q4K,
@@ -507,7 +531,9 @@ mod tests {
                     // A normal distribution has 4.55 % of its values beyond two deviations.
                     let far = values.iter().filter(|v| (v.abs() as f64) > 2.0 * deviation).count();
                     let share = far as f64 / values.len() as f64;
-                    assert!((0.025..0.07).contains(&share), "{format} {proj:?} {hidden}: {share}");
+                    // Codes as coarse as E2M1, with powers of two, have few values there or many.
+                    let range = if format == Format::Mxfp4 { 0.022..0.08 } else { 0.025..0.07 };
+                    assert!(range.contains(&share), "{format} {proj:?} {hidden}: {share}");
                 }
             }
         }
