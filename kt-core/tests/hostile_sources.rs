@@ -132,6 +132,13 @@ fn packed(bits: usize, group: usize) -> impl Fn(&str, usize, usize) -> Vec<Tenso
     }
 }
 
+/// `pack-quantized` with zero points, all 3.
+fn asymmetric(name: &str, rows: usize, cols: usize) -> Vec<Tensor> {
+    let mut zeros = tensor(format!("{name}.weight_zero_point"), "I32", &[rows / 8, cols / 16]);
+    zeros.bytes.fill(0x33);
+    with(packed(4, 16)(name, rows, cols), zeros)
+}
+
 /// compressed-tensors `mxfp4-pack-quantized`.
 fn mxfp4(name: &str, rows: usize, cols: usize) -> Vec<Tensor> {
     let scale = tensor(format!("{name}.weight_scale"), "U8", &[rows, cols / 32]);
@@ -179,7 +186,7 @@ fn set(key: &str, value: Value) -> Value {
 
 #[test]
 fn the_unharmed_models_open_in_every_format() {
-    let formats: [(Format, Vec<Tensor>); 10] = [
+    let formats: [(Format, Vec<Tensor>); 11] = [
         (Format::Bf16, model(bf16)),
         (Format::Fp8Block, model(fp8)),
         (
@@ -195,6 +202,7 @@ fn the_unharmed_models_open_in_every_format() {
         (Format::Int4(Group::Of(32)), model(packed(4, 32))),
         (Format::Int4(Group::Of(16)), model(packed(4, 16))),
         (Format::Int8Offset(Group::Of(8)), model(packed(8, 8))),
+        (Format::Int4Asym(Group::Of(16)), model(asymmetric)),
         (Format::Mxfp4, model(mxfp4)),
         (Format::Mxfp8, model(|n, r, c| mxfp8(n, r, c, "U8"))),
         (Format::Mxfp8, model(|n, r, c| mxfp8(n, r, c, "F8_E8M0"))),
@@ -303,6 +311,15 @@ fn tensors_that_are_missing_or_do_not_fit_are_named() {
     refuse(changed(mx8(), &inverse, |t| *t = tensor(t.name.clone(), "I8", &[64, 1])), &[&inverse, "I8"]);
     refuse(without(mx8(), &inverse), &[&scale, "missing"]);
 
+    let zeros = part("weight_zero_point");
+    let asym = || model(asymmetric);
+    for (dtype, bad) in [("I32", &[64, 2][..]), ("I32", &[8, 1]), ("I32", &[16]), ("I8", &[64, 2]), ("F32", &[8, 2])] {
+        refuse(changed(asym(), &zeros, |t| *t = tensor(t.name.clone(), dtype, bad)), &[&zeros, dtype, "[8, 2]"]);
+    }
+    refuse(without(asym(), &zeros), &["INT4-g16", "INT4-asym-g16"]);
+    refuse(with(model(packed(8, 16)), tensor(zeros.clone(), "I32", &[16, 2])), &[&zeros, "not supported yet"]);
+    refuse(with(model(int8), tensor(zeros.clone(), "I8", &[64, 1])), &[&zeros, "not supported yet"]);
+
     refuse(without(model(mxfp4), &scale), &[&scale, "missing"]);
     for bad in [&[64, 2][..], &[63, 1], &[1, 64, 1], &[]] {
         refuse(changed(model(mxfp4), &scale, |t| *t = tensor(t.name.clone(), "U8", bad)), &[&scale, "fit"]);
@@ -328,12 +345,8 @@ fn tensors_that_are_missing_or_do_not_fit_are_named() {
         &[&packed_name, "U8", "BF16"],
     );
     refuse(changed(int4(), &scale, |t| *t = tensor(t.name.clone(), "BF16", &[64, 32])), &[&packed_name, "even"]);
-    for (suffix, what) in [
-        ("weight_zero_point", "asymmetric"),
-        ("weight_g_idx", "activation order"),
-        ("qweight", "GPTQ"),
-        ("weight_global_scale", "NVFP4"),
-    ] {
+    for (suffix, what) in [("weight_g_idx", "activation order"), ("qweight", "GPTQ"), ("weight_global_scale", "NVFP4")]
+    {
         let name = part(suffix);
         refuse(with(int4(), tensor(name.clone(), "I32", &[4])), &[&name, what, "not supported yet"]);
     }

@@ -283,6 +283,40 @@ fn int4_has_its_even_column_in_the_low_nibble() {
 }
 
 #[test]
+fn int4_zero_points_are_packed_along_rows() {
+    // Ten rows of two groups: zero point of row n, group g is (3n + 5g) % 16, in nibble n % 8 of word [n / 8, g].
+    let (rows, cols) = (10, 8);
+    let zero = |n: usize, g: usize| (3 * n + 5 * g) % 16;
+    let mut words = [0u32; 4];
+    for (n, g) in (0..rows).flat_map(|n| [(n, 0), (n, 1)]) {
+        words[n / 8 * 2 + g] |= (zero(n, g) as u32) << (4 * (n % 8));
+    }
+    let zeros: Bytes = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+    let codes: Vec<u8> = (0..rows * cols / 2).map(|i| (i * 91 % 256) as u8).collect();
+    let scales: Vec<f32> = (0..rows * 2).map(|i| (i + 1) as f32 / 8.0).collect();
+    let format = Format::Int4Asym(Group::Of(4));
+    let plain = matrix(format, rows, cols, &codes, Some((&scales, ScaleType::Bf16)));
+    let m = plain.clone().with_zero_points(zeros.clone()).unwrap();
+    let want = |n: usize, k: usize, zero: usize| {
+        let q = codes[(n * cols + k) / 2] >> (4 * (k % 2)) & 15;
+        (q as f32 - zero as f32) * scales[n * 2 + k / 4]
+    };
+    let (all, symmetric) = (m.decode(), plain.decode());
+    for (n, k) in (0..rows).flat_map(|n| (0..cols).map(move |k| (n, k))) {
+        assert_eq!(all[n * cols + k], want(n, k, zero(n, k / 4)), "[{n}, {k}]");
+        assert_eq!(symmetric[n * cols + k], want(n, k, 8), "[{n}, {k}]");
+    }
+    assert_eq!(m.byte_len(), (rows * cols / 2 + rows * 2 * 2 + 16) as u64);
+    assert_eq!(m.byte_len(), format.stored_bytes(rows, cols));
+    assert_eq!(m.select_rows(8, 1, 2).unwrap().decode(), all[8 * cols..]);
+    assert_eq!(m.select_rows(0, 1, 3).unwrap().decode(), all[..3 * cols]);
+    assert!(m.select_rows(4, 1, 2).is_err() && m.select_rows(0, 2, 2).is_err());
+    assert!(plain.with_zero_points(zeros.slice(1..)).unwrap_err().contains("16 bytes"));
+    let int8 = matrix(Format::Int8(Group::Row), 1, 1, &[0], Some((&[1.0], ScaleType::F32)));
+    assert!(int8.with_zero_points(Bytes::new()).is_err());
+}
+
+#[test]
 fn mxfp4_has_its_even_column_in_the_low_nibble() {
     // The worked example: scale byte 125; then every code, with the smallest and the largest scale.
     let mut codes = vec![0x00; 48];

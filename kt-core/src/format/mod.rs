@@ -5,7 +5,7 @@
 //! a file of its own with its decoder; a new format is one arm of [`Format`] and one decoder: it then runs everywhere
 //! through decoding, and natively where a kernel accepts it.
 //!
-//! Not here yet, each with its place: GPTQ, AWQ and asymmetric INT4 (`int.rs`), NVFP4 (`mx.rs`), the remaining
+//! Not here yet, each with its place: GPTQ and AWQ (`int.rs`), NVFP4 (`mx.rs`), the remaining
 //! GGUF block types (`ggml.rs`).
 
 pub mod float;
@@ -57,6 +57,8 @@ pub enum Format {
     Int8Offset(Group),
     /// Two columns per byte, low nibble first, value = nibble - 8 (compressed-tensors `pack-quantized`), symmetric.
     Int4(Group),
+    /// As `Int4`, but value = nibble - zero point, one per scale ([`Matrix::with_zero_points`]).
+    Int4Asym(Group),
     /// E2M1 codes, two columns per byte, low nibble first, and an E8M0 scale per 32 columns.
     Mxfp4,
     /// E4M3 codes, and an E8M0 scale per 32 columns.
@@ -87,6 +89,8 @@ impl fmt::Display for Format {
             Format::Int8Offset(Group::Of(g)) => return f.pad(&format!("INT8-offset-g{g}")),
             Format::Int4(Group::Row) => "INT4-channel",
             Format::Int4(Group::Of(g)) => return f.pad(&format!("INT4-g{g}")),
+            Format::Int4Asym(Group::Row) => "INT4-asym-channel",
+            Format::Int4Asym(Group::Of(g)) => return f.pad(&format!("INT4-asym-g{g}")),
             Format::Mxfp4 => "MXFP4",
             Format::Mxfp8 => "MXFP8",
             Format::Q8_0 => "Q8_0",
@@ -123,6 +127,7 @@ impl std::str::FromStr for Format {
             "int8" | "int8-channel" => Format::Int8(Group::Row),
             "int8-offset-channel" => Format::Int8Offset(Group::Row),
             "int4-channel" => Format::Int4(Group::Row),
+            "int4-asym-channel" => Format::Int4Asym(Group::Row),
             "int4" => Format::Int4(Group::Of(32)),
             "mxfp4" => Format::Mxfp4,
             "mxfp8" => Format::Mxfp8,
@@ -138,10 +143,12 @@ impl std::str::FromStr for Format {
                     Format::Int8Offset(Group::Of(g))
                 } else if let Some(g) = group("int4-g") {
                     Format::Int4(Group::Of(g))
+                } else if let Some(g) = group("int4-asym-g") {
+                    Format::Int4Asym(Group::Of(g))
                 } else {
                     return Err(crate::Unsupported::new(format!(
                         "unknown format `{s}`; known are f32 f16 bf16 fp8-block fp8-channel int8-channel int8-gN int4-gN \
-                         mxfp4 mxfp8 q8_0 q4_0 q4_k q5_k q6_k"
+                         int4-asym-gN mxfp4 mxfp8 q8_0 q4_0 q4_k q5_k q6_k"
                     )));
                 }
             }
@@ -155,7 +162,7 @@ impl Format {
         match self {
             Format::Q4K | Format::Q5K | Format::Q6K => 256,
             Format::Q8_0 | Format::Q4_0 => 32,
-            Format::Int4(_) | Format::Mxfp4 => 2,
+            Format::Int4(_) | Format::Int4Asym(_) | Format::Mxfp4 => 2,
             _ => 1,
         }
     }
@@ -178,9 +185,13 @@ impl Format {
             Format::Int8(Group::Of(g)) | Format::Int8Offset(Group::Of(g)) => {
                 blocks(g.max(1) as usize, g.max(1) as usize)
             }
-            Format::Int4(Group::Row) => blocks(2, 1),
-            Format::Int4(Group::Of(g)) if g >= 2 && g % 2 == 0 => blocks(g as usize, g as usize / 2),
-            Format::Int4(Group::Of(g)) => Err(format!("INT4 groups must be even, got {g}")),
+            Format::Int4(Group::Row) | Format::Int4Asym(Group::Row) => blocks(2, 1),
+            Format::Int4(Group::Of(g)) | Format::Int4Asym(Group::Of(g)) if g >= 2 && g % 2 == 0 => {
+                blocks(g as usize, g as usize / 2)
+            }
+            Format::Int4(Group::Of(g)) | Format::Int4Asym(Group::Of(g)) => {
+                Err(format!("INT4 groups must be even, got {g}"))
+            }
             Format::Mxfp4 => blocks(mx::COLS, mx::COLS / 2),
             Format::Mxfp8 => blocks(mx::COLS, mx::COLS),
             Format::Q8_0 => blocks(32, 34),
@@ -196,7 +207,7 @@ impl Format {
         match self {
             Format::Fp8Block => Some((rows.div_ceil(fp8::TILE), cols.div_ceil(fp8::TILE))),
             Format::Fp8Channel => Some((rows, 1)),
-            Format::Int8(g) | Format::Int8Offset(g) | Format::Int4(g) => {
+            Format::Int8(g) | Format::Int8Offset(g) | Format::Int4(g) | Format::Int4Asym(g) => {
                 Some((rows, cols.div_ceil(g.cols(cols).max(1))))
             }
             Format::Mxfp4 | Format::Mxfp8 => Some((rows, cols.div_ceil(mx::COLS))),
@@ -213,16 +224,27 @@ impl Format {
         }
     }
 
-    /// Bytes of a whole matrix as stored, scales included (taken as F32 for FP8, INT8 per row, BF16 for groups of integers).
+    /// Bytes of the zero points, for formats that have them: nibbles, those of eight rows in a word.
+    pub fn zero_point_bytes(self, rows: usize, cols: usize) -> usize {
+        match (self, self.scale_shape(rows, cols)) {
+            (Format::Int4Asym(_), Some((_, groups))) => rows.div_ceil(int::ZERO_ROWS) * groups * 4,
+            _ => 0,
+        }
+    }
+
+    /// Bytes of a whole matrix as stored, scales and zero points included (taken as F32 for FP8, INT8 per row, BF16 for groups of integers).
     pub fn stored_bytes(self, rows: usize, cols: usize) -> u64 {
         let codes = self.row_bytes(cols).unwrap_or(0) as u64 * rows as u64;
         let scale = match self {
-            Format::Int8(Group::Of(_)) | Format::Int8Offset(Group::Of(_)) | Format::Int4(Group::Of(_)) => 2,
+            Format::Int8(Group::Of(_))
+            | Format::Int8Offset(Group::Of(_))
+            | Format::Int4(Group::Of(_))
+            | Format::Int4Asym(Group::Of(_)) => 2,
             Format::Mxfp4 | Format::Mxfp8 => 1,
             _ => 4,
         };
         let scales = self.scale_shape(rows, cols).map_or(0, |(r, c)| r as u64 * c as u64 * scale);
-        codes + scales
+        codes + scales + self.zero_point_bytes(rows, cols) as u64
     }
 }
 
@@ -302,6 +324,8 @@ pub struct Matrix {
     /// Bytes from one row to the next; more than `row_bytes` when rows of two matrices alternate.
     stride: usize,
     scales: Option<Scales>,
+    /// Of [`Format::zero_point_bytes`]; without them zero points are 8.
+    zeros: Option<Bytes>,
 }
 
 impl Matrix {
@@ -341,7 +365,26 @@ impl Matrix {
                 Some(Scales { bytes, kind, cols: c, stride: c })
             }
         };
-        Ok(Matrix { format, rows, cols, codes, row_bytes, stride: row_bytes, scales })
+        Ok(Matrix { format, rows, cols, codes, row_bytes, stride: row_bytes, scales, zeros: None })
+    }
+
+    /// Adds the zero points of an asymmetric format: words `[ceil(rows / 8), groups]`, row `n`'s in nibble `n % 8` of row `n / 8`.
+    /// Without them all are 8.
+    ///
+    /// # Errors
+    /// Another format, or another length.
+    pub fn with_zero_points(self, zeros: Bytes) -> Result<Self, String> {
+        let want = self.format.zero_point_bytes(self.rows, self.cols);
+        if want == 0 || zeros.len() != want {
+            let (format, rows, cols) = (self.format, self.rows, self.cols);
+            return Err(format!("{format} [{rows}, {cols}] takes {want} bytes of zero points, found {}", zeros.len()));
+        }
+        Ok(Matrix { zeros: Some(zeros), ..self })
+    }
+
+    /// The zero points, where there are some.
+    pub fn zero_points(&self) -> Option<&Bytes> {
+        self.zeros.as_ref()
     }
 
     /// How the matrix is encoded.
@@ -388,7 +431,7 @@ impl Matrix {
     /// Bytes of codes and scales that this handle covers.
     pub fn byte_len(&self) -> u64 {
         let scales = self.scales.as_ref().map_or(0, |s| self.scale_rows() * s.cols * s.kind.bytes());
-        (self.rows * self.row_bytes + scales) as u64
+        (self.rows * self.row_bytes + scales + self.zeros.as_ref().map_or(0, Bytes::len)) as u64
     }
 
     fn scale_rows(&self) -> usize {
@@ -412,7 +455,8 @@ impl Matrix {
             None => None,
             Some(s) => {
                 let tall = if self.format == Format::Fp8Block { fp8::TILE } else { 1 };
-                if tall > 1 && (step != 1 || !first.is_multiple_of(tall)) {
+                let shared = if self.zeros.is_some() { int::ZERO_ROWS } else { tall };
+                if shared > 1 && (step != 1 || !first.is_multiple_of(shared)) {
                     return Err(format!(
                         "{} cannot be split at row {first}, step {step}: rows share scales",
                         self.format
@@ -424,7 +468,12 @@ impl Matrix {
                 Some(Scales { bytes, stride: s.stride * step, ..s.clone() })
             }
         };
+        let zeros = self.zeros.as_ref().map(|zeros| {
+            let row = zeros.len() / self.rows.div_ceil(int::ZERO_ROWS);
+            zeros.slice(first / int::ZERO_ROWS * row..(first + count).div_ceil(int::ZERO_ROWS) * row)
+        });
         Ok(Matrix {
+            zeros,
             rows: count,
             codes: self.codes.slice(begin..end),
             stride: self.stride * step,
@@ -446,7 +495,9 @@ impl Matrix {
         match self.format {
             Format::F32 | Format::F16 | Format::Bf16 => float::decode(self, row, start, out),
             Format::Fp8Block | Format::Fp8Channel => fp8::decode(self, row, start, out),
-            Format::Int8(_) | Format::Int8Offset(_) | Format::Int4(_) => int::decode(self, row, start, out),
+            Format::Int8(_) | Format::Int8Offset(_) | Format::Int4(_) | Format::Int4Asym(_) => {
+                int::decode(self, row, start, out)
+            }
             Format::Mxfp4 | Format::Mxfp8 => mx::decode(self, row, start, out),
             Format::Q8_0 | Format::Q4_0 | Format::Q4K | Format::Q5K | Format::Q6K => {
                 ggml::decode(self, row, start, out)

@@ -1,9 +1,10 @@
 //! Encoders of floating-point, FP8, and integer rows.
 
 use super::blocks;
-use super::search::{nearest, symmetric_scale};
+use super::search::{nearest, scale_and_zero, symmetric_scale};
 use crate::format::float::{bf16_to_f32, f32_to_bf16};
 use crate::format::fp8::{E4M3, TILE, f32_to_e4m3};
+use crate::format::int::zero_point_at;
 use crate::format::mx::{self, E2M1, e8m0_to_f32, f32_to_e2m1};
 use crate::format::{Format, Group};
 
@@ -17,8 +18,15 @@ pub(super) fn unfit(format: Format, values: &[f32]) -> Option<usize> {
     }
 }
 
-/// Encodes a band of whole rows into its codes and, where the format has them, its separate scales.
-pub(super) fn encode(format: Format, cols: usize, values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
+/// Encodes a band of whole rows into its codes and, where the format has them, its separate scales and zero points.
+pub(super) fn encode(
+    format: Format,
+    cols: usize,
+    values: &[f32],
+    codes: &mut [u8],
+    scales: &mut [u8],
+    zeros: &mut [u8],
+) {
     match format {
         Format::F32 => copy(values, codes, f32::to_le_bytes),
         Format::F16 => copy(values, codes, |v| half::f16::from_f32(v).to_le_bytes()),
@@ -39,6 +47,17 @@ pub(super) fn encode(format: Format, cols: usize, values: &[f32], codes: &mut [u
             groups(group, cols, values, codes, scales, 1, |v, stored, codes| int8(v, 0x80, stored, codes));
         }
         Format::Int4(group) => groups(group, cols, values, codes, scales, 2, int4),
+        Format::Int4Asym(group) => {
+            let per_row = cols / group.cols(cols).max(1);
+            let mut index = 0;
+            groups(group, cols, values, codes, scales, 2, |v, stored, codes| {
+                let (scale, zero) = int4_asymmetric(v, stored, codes);
+                let (at, shift) = zero_point_at(index / per_row, index % per_row, per_row);
+                zeros[at] |= zero << shift;
+                index += 1;
+                scale
+            });
+        }
         Format::Mxfp4 => microscaled(
             values,
             codes,
@@ -131,7 +150,7 @@ fn groups(
     codes: &mut [u8],
     scales: &mut [u8],
     per_byte: usize,
-    encode: impl Fn(&[f32], fn(f32) -> f32, &mut [u8]) -> f32,
+    mut encode: impl FnMut(&[f32], fn(f32) -> f32, &mut [u8]) -> f32,
 ) {
     let size = group.cols(cols).max(1);
     let all = values.chunks_exact(size).zip(codes.chunks_exact_mut((size / per_byte).max(1)));
@@ -167,6 +186,17 @@ fn int4(values: &[f32], stored: fn(f32) -> f32, codes: &mut [u8]) -> f32 {
         *byte = code(v[0]) | code(v[1]) << 4;
     }
     scale
+}
+
+/// Scale and zero point of a group.
+fn int4_asymmetric(values: &[f32], stored: fn(f32) -> f32, codes: &mut [u8]) -> (f32, u8) {
+    let (scale, zero) = scale_and_zero(values, stored);
+    let inverse = 1.0 / scale;
+    let code = |v: f32| (nearest(v * inverse) + zero).clamp(0.0, 15.0) as i32 as u8;
+    for (byte, v) in codes.iter_mut().zip(values.as_chunks::<2>().0) {
+        *byte = code(v[0]) | code(v[1]) << 4;
+    }
+    (scale, zero as i32 as u8)
 }
 
 /// Groups of 32 with a power of two as scale. `top` is the exponent of the largest value that codes have; `round` takes a value to

@@ -5,7 +5,7 @@ use crate::layer::Proj;
 use crate::source::WeightSource;
 use crate::source::synthetic::SyntheticSource;
 
-const FORMATS: [Format; 18] = [
+const FORMATS: [Format; 20] = [
     Format::F32,
     Format::F16,
     Format::Bf16,
@@ -17,6 +17,8 @@ const FORMATS: [Format; 18] = [
     Format::Int8Offset(Group::Of(16)),
     Format::Int4(Group::Row),
     Format::Int4(Group::Of(32)),
+    Format::Int4Asym(Group::Row),
+    Format::Int4Asym(Group::Of(32)),
     Format::Mxfp4,
     Format::Mxfp8,
     Format::Q8_0,
@@ -50,7 +52,7 @@ fn tiny_model() -> Vec<(usize, usize, Vec<f32>)> {
 
 #[test]
 fn errors_on_a_trained_model_are_at_most_those_of_common_encoders() {
-    // Relative RMS errors of round-to-nearest encoders on this model: amax scales (of MX formats the power of
+    // Relative RMS errors of round-to-nearest encoders on this model: amax scales (asymmetric: of minimum and maximum; of MX formats the power of
     // two of amax), and ggml's own for GGUF types.
     let bounds = [
         (Format::Bf16, 0.0),
@@ -61,6 +63,9 @@ fn errors_on_a_trained_model_are_at_most_those_of_common_encoders() {
         (Format::Int4(Group::Row), 0.1255),
         (Format::Int4(Group::Of(128)), 0.1102),
         (Format::Int4(Group::Of(32)), 0.0944),
+        (Format::Int4Asym(Group::Row), 0.1085),
+        (Format::Int4Asym(Group::Of(128)), 0.1000),
+        (Format::Int4Asym(Group::Of(32)), 0.0804),
         (Format::Mxfp4, 0.1159),
         (Format::Mxfp8, 0.0300),
         (Format::Q8_0, 0.0053),
@@ -125,7 +130,7 @@ fn the_number_of_threads_does_not_matter() {
         let bytes = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let m = pool.install(|| encode(format, 150, 256, &values)).unwrap();
-            (m.codes().clone(), m.scales().map(|s| s.bytes().to_vec()))
+            (m.codes().clone(), m.scales().map(|s| s.bytes().to_vec()), m.zero_points().cloned())
         };
         assert_eq!(bytes(1), bytes(3), "{format}");
     }
@@ -224,6 +229,7 @@ fn requantized_experts_are_those_of_encode() {
             assert_eq!(to.format(), layer.format(proj));
             assert_eq!(to.codes(), want.codes());
             assert_eq!(to.scales().map(|s| s.bytes()), want.scales().map(|s| s.bytes()));
+            assert_eq!(to.zero_points(), want.zero_points());
             assert_eq!(source.bias(layer.index, 2, proj).unwrap(), plain.bias(layer.index, 2, proj).unwrap());
         }
     }

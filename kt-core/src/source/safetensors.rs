@@ -355,7 +355,7 @@ impl WeightSource for SafetensorsSource {
     fn release_tensor(&self, name: &str) {
         self.shards.release(name, 0, 1);
         if let Some(base) = name.strip_suffix(".weight") {
-            for suffix in ["weight_packed", "weight_scale", "weight_scale_inv", "scale"] {
+            for suffix in ["weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "scale"] {
                 self.shards.release(&format!("{base}.{suffix}"), 0, 1);
             }
         }

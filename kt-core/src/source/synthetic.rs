@@ -368,7 +368,7 @@ fn generate(mut random: Random, format: Format, rows: usize, cols: usize) -> Res
             codes.iter_mut().for_each(|c| *c ^= 0x80);
             (codes, Some(&t.int8))
         }
-        Format::Int4(_) => (bytes(&mut random, size, &t.nibbles), Some(&t.nibbles)),
+        Format::Int4(_) | Format::Int4Asym(_) => (bytes(&mut random, size, &t.nibbles), Some(&t.nibbles)),
         Format::Q8_0 | Format::Q4_0 | Format::Q4K | Format::Q5K | Format::Q6K => {
             let mut codes = vec![0; size];
             match format {
@@ -408,7 +408,15 @@ fn generate(mut random: Random, format: Format, rows: usize, cols: usize) -> Res
         }
         (Bytes::from(out), kind)
     });
-    Matrix::new(format, rows, cols, Bytes::from(codes), scales)
+    let matrix = Matrix::new(format, rows, cols, Bytes::from(codes), scales)?;
+    match format.zero_point_bytes(rows, cols) {
+        0 => Ok(matrix),
+        // 7, 8 and 9 in turns, so that their mean is 8.
+        n => {
+            let zero = |i: usize| 7 + (i % 3) as u8;
+            matrix.with_zero_points((0..n).map(|i| zero(2 * i) | zero(2 * i + 1) << 4).collect())
+        }
+    }
 }
 
 fn floats<const N: usize>(random: &mut Random, count: usize, code: impl Fn(f32) -> [u8; N]) -> Vec<u8> {
@@ -478,7 +486,7 @@ mod tests {
     use super::*;
     use crate::format::Group;
 
-    const FORMATS: [Format; 18] = [
+    const FORMATS: [Format; 20] = [
         Format::F32,
         Format::F16,
         Format::Bf16,
@@ -490,6 +498,8 @@ mod tests {
         Format::Int8Offset(Group::Of(16)),
         Format::Int4(Group::Row),
         Format::Int4(Group::Of(32)),
+        Format::Int4Asym(Group::Row),
+        Format::Int4Asym(Group::Of(32)),
         Format::Mxfp4,
         Format::Mxfp8,
         Format::Q8_0,

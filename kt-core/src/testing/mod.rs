@@ -60,7 +60,7 @@ impl Random {
 }
 
 /// Every format that this build knows, with the group sizes that checkpoints use.
-pub const FORMATS: [Format; 21] = [
+pub const FORMATS: [Format; 23] = [
     Format::F32,
     Format::F16,
     Format::Bf16,
@@ -75,6 +75,8 @@ pub const FORMATS: [Format; 21] = [
     Format::Int4(Group::Of(32)),
     Format::Int4(Group::Of(64)),
     Format::Int4(Group::Of(128)),
+    Format::Int4Asym(Group::Of(32)),
+    Format::Int4Asym(Group::Of(128)),
     Format::Mxfp4,
     Format::Mxfp8,
     Format::Q8_0,

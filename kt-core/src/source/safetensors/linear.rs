@@ -9,6 +9,7 @@
 //! X.weight I8        X.weight_scale [N, 1], [N] or [N, K/g]                   INT8
 //! X.weight_packed I32 [N, K/8]   X.weight_scale [N, K/g]   X.weight_shape     INT4
 //!                     [N, K/4]                                                INT8 with offset 128
+//!                                … and X.weight_zero_point I32 [N/8, K/g]       INT4, asymmetric
 //! X.weight_packed U8 [N, K/2]    X.weight_scale E8M0 [N, K/32]                MXFP4
 //!
 //! E8M0 scales are of type F8_E8M0 or U8.
@@ -18,7 +19,7 @@ use safetensors::Dtype;
 
 use super::shards::{Shards, Tensor};
 use crate::error::Result;
-use crate::format::{Format, Group, Matrix, ScaleType, fp8, mx};
+use crate::format::{Format, Group, Matrix, ScaleType, fp8, int, mx};
 
 /// The linear layer `base` (its name without `.weight`), and the name of the tensor that holds its codes.
 ///
@@ -86,13 +87,18 @@ fn refuse_unsupported(shards: &Shards, base: &str) -> Result<()> {
     let has = |suffix: &str| shards.get(&format!("{base}.{suffix}")).is_some();
     let refused = [
         ("qweight", if has("g_idx") { "in GPTQ format" } else { "in AWQ or GPTQ format" }),
-        ("weight_zero_point", "asymmetric (it has zero points)"),
         ("weight_g_idx", "in activation order"),
         ("weight_global_scale", "in NVFP4 format"),
         ("weight_scale_2", "in NVFP4 format"),
     ];
     if has("scale") && ["weight_packed", "weight_scale", "weight_scale_inv"].into_iter().any(has) {
         return Err(shards.fail(&format!("{base}.scale"), "there are other quantized tensors of its matrix beside it"));
+    }
+    let zeros = format!("{base}.weight_zero_point");
+    if has("weight_zero_point") && !has("weight_packed") {
+        return Err(
+            shards.fail(&zeros, "its matrix is asymmetric and not `pack-quantized`, which is not supported yet")
+        );
     }
     match refused.into_iter().find(|(suffix, _)| has(suffix)) {
         Some((suffix, what)) => {
@@ -142,7 +148,24 @@ fn packed<'a>(
             return Err(shards.fail(name, what));
         }
     };
-    Ok((name, matrix(shards, format, (rows, cols), (name, codes), Some((scale_name, scale)))?))
+    let zeros_name = format!("{base}.weight_zero_point");
+    let Some((_, zeros)) = shards.get(&zeros_name) else {
+        return Ok((name, matrix(shards, format, (rows, cols), (name, codes), Some((scale_name, scale)))?));
+    };
+    let Format::Int4(group) = format else {
+        return Err(shards.fail(&zeros_name, format!("its matrix is asymmetric {format}, which is not supported yet")));
+    };
+    let format = Format::Int4Asym(group);
+    let words = [rows.div_ceil(int::ZERO_ROWS), cols / group.cols(cols)];
+    if zeros.dtype != Dtype::I32 || zeros.shape != words {
+        let what = format!(
+            "is {:?} {:?}; zero points of {format} [{rows}, {cols}] are I32 {words:?}",
+            zeros.dtype, zeros.shape
+        );
+        return Err(shards.fail(&zeros_name, what));
+    }
+    let m = matrix(shards, format, (rows, cols), (name, codes), Some((scale_name, scale)))?;
+    Ok((name, m.with_zero_points(shards.bytes(zeros)).map_err(|e| shards.fail(&zeros_name, e))?))
 }
 
 /// E2M1 codes of two columns per byte, all dimensions but those of a row folded, with their E8M0 scales.
