@@ -150,6 +150,52 @@ fn mxfp8(name: &str, rows: usize, cols: usize, scale: &'static str) -> Vec<Tenso
     vec![tensor(format!("{name}.weight"), "F8_E4M3", &[rows, cols]), scale]
 }
 
+/// NVFP4 as of compressed-tensors, or ModelOpt: all weights are 6 * 0.5 / 4, or 6 * 0.5 * 4.
+fn nvfp4(name: &str, rows: usize, cols: usize, modelopt: bool) -> Vec<Tensor> {
+    let (codes, global) =
+        if modelopt { ("weight", "weight_scale_2") } else { ("weight_packed", "weight_global_scale") };
+    let mut tensors = [
+        tensor(format!("{name}.{codes}"), "U8", &[rows, cols / 2]),
+        tensor(format!("{name}.weight_scale"), "F8_E4M3", &[rows, cols / 16]),
+        tensor(format!("{name}.{global}"), "F32", if modelopt { &[] } else { &[1] }),
+    ];
+    tensors[0].bytes.fill(0x77);
+    tensors[1].bytes.fill(0x30);
+    tensors[2].bytes = 4f32.to_le_bytes().to_vec();
+    tensors.into()
+}
+
+#[test]
+fn nvfp4_is_divided_by_one_factor_or_multiplied_with_the_other() {
+    for (modelopt, value) in [(false, 0.75), (true, 12.0)] {
+        let tensors = model(|n, r, c| nvfp4(n, r, c, modelopt));
+        let source = from_tensors(&config(), &tensors).unwrap();
+        assert_eq!(source.layers()[0].formats, [Format::Nvfp4; 3]);
+        for proj in Proj::ALL {
+            let m = source.matrix(0, 1, proj).unwrap();
+            m.check_scales().unwrap();
+            assert!(m.decode() == vec![value; HIDDEN * INTERMEDIATE]);
+        }
+        let mut names = ["weight_global_scale", "weight_scale_2"].map(|suffix| format!("{GATE_1}.{suffix}"));
+        names.rotate_left(modelopt as usize);
+        let ([name, other], scale) = (names, format!("{GATE_1}.weight_scale"));
+        let refuse = |tensors: Vec<Tensor>, want: &[&str]| refused(from_tensors(&config(), &tensors), want);
+        refuse(without(tensors.clone(), &name), &[GATE_1, "missing"]);
+        refuse(with(tensors.clone(), tensor(other.clone(), "F32", &[1])), &[GATE_1, "too"]);
+        for (dtype, bad) in [("F32", &[2][..]), ("I32", &[1]), ("BF16", &[2])] {
+            refuse(changed(tensors.clone(), &name, |t| *t = tensor(t.name.clone(), dtype, bad)), &[&name, "one F32"]);
+        }
+        for (dtype, bad) in [("F8_E4M3", &[64, 1][..]), ("F8_E4M3", &[63, 2]), ("F8_E4M3", &[128])] {
+            refuse(changed(tensors.clone(), &scale, |t| *t = tensor(t.name.clone(), dtype, bad)), &[&scale, "[64, 2]"]);
+        }
+        let nan = changed(tensors.clone(), &name, |t| t.bytes = f32::NAN.to_le_bytes().to_vec());
+        let source = from_tensors(&config(), &nan).unwrap();
+        assert!(source.matrix(0, 1, Proj::Gate).unwrap().check_scales().unwrap_err().contains("NaN"));
+        source.matrix(0, 1, Proj::Up).unwrap().check_scales().unwrap();
+        refuse(with(model(bf16), tensor(name.clone(), "F32", &[1])), &[&name, "NVFP4"]);
+    }
+}
+
 /// Replaces the tensors of one linear layer by their name's suffix.
 fn changed(mut tensors: Vec<Tensor>, name: &str, change: impl FnOnce(&mut Tensor)) -> Vec<Tensor> {
     change(tensors.iter_mut().find(|t| t.name == name).unwrap_or_else(|| panic!("{name}")));
@@ -345,10 +391,12 @@ fn tensors_that_are_missing_or_do_not_fit_are_named() {
         &[&packed_name, "U8", "BF16"],
     );
     refuse(changed(int4(), &scale, |t| *t = tensor(t.name.clone(), "BF16", &[64, 32])), &[&packed_name, "even"]);
-    for (suffix, what) in [("weight_g_idx", "activation order"), ("qweight", "GPTQ"), ("weight_global_scale", "NVFP4")]
-    {
+    for (suffix, what) in [("weight_g_idx", "activation order"), ("qweight", "GPTQ")] {
         let name = part(suffix);
         refuse(with(int4(), tensor(name.clone(), "I32", &[4])), &[&name, what, "not supported yet"]);
+    }
+    for suffix in ["weight_global_scale", "weight_scale_2"] {
+        refuse(with(int4(), tensor(part(suffix), "F32", &[1])), &[&part(suffix), "not in NVFP4"]);
     }
     // What the data says of the shape is read with the data, not when opening.
     let lying = changed(int4(), &shape_name, |t| t.bytes[8] = 64);

@@ -103,6 +103,7 @@ fn matrix(format: Format, rows: usize, cols: usize, codes: &[u8], scales: Option
             ScaleType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
             ScaleType::F16 => values.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect(),
             ScaleType::Bf16 => values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect(),
+            ScaleType::E4m3 => values.iter().map(|v| kt_core::format::fp8::f32_to_e4m3(*v)).collect(),
             ScaleType::E8m0 => values.iter().map(|v| (v.log2() + 127.0) as u8).collect(),
         };
         (Bytes::from(bytes), kind)
@@ -339,6 +340,27 @@ fn mxfp4_has_its_even_column_in_the_low_nibble() {
     let mut across = [0.0; 4];
     m.decode_range(0, 30, &mut across);
     assert_eq!(across, values[30..34]);
+}
+
+#[test]
+fn nvfp4_has_scales_of_16_columns_and_one_of_all() {
+    use kt_core::format::Global;
+    let codes: Vec<u8> = [0x8d, 0xc5, 0x61, 0x3b, 0, 0, 0, 0x70].repeat(2);
+    let m = matrix(Format::Nvfp4, 1, 32, &codes, Some((&[0.5, 320.0], ScaleType::E4m3)));
+    let (e2m1, third) = ([-3.0, -0.0, 3.0, -2.0, 0.5, 4.0, -1.5, 1.5], 1.0 / 3.0f32);
+    assert_eq!(m.decode()[..8], e2m1.map(|v| v * 0.5));
+    assert_eq!(m.decode()[30..], [0.0, 6.0 * 320.0]);
+    let times = m.clone().with_global_scale(Global::Times(third)).decode();
+    assert_eq!(times[16..24], e2m1.map(|v| v * (320.0 * third)));
+    let over = m.clone().with_global_scale(Global::Over(3.0));
+    assert_eq!(over.decode()[16..24], e2m1.map(|v| v * (320.0f32 / 3.0)));
+    let mut across = [0.0; 4];
+    over.decode_range(0, 14, &mut across);
+    assert_eq!(across, over.decode()[14..18]);
+    assert!(m.with_global_scale(Global::Over(0.0)).check_scales().unwrap_err().contains("inf"));
+    let nan = Some((Bytes::from_static(&[0x38, 0xff]), ScaleType::E4m3));
+    let nan = Matrix::new(Format::Nvfp4, 1, 32, codes.into(), nan).unwrap();
+    assert!(nan.check_scales().unwrap_err().contains("[0, 1] is NaN"));
 }
 
 #[test]

@@ -5,8 +5,8 @@
 //! a file of its own with its decoder; a new format is one arm of [`Format`] and one decoder: it then runs everywhere
 //! through decoding, and natively where a kernel accepts it.
 //!
-//! Not here yet, each with its place: GPTQ and AWQ (`int.rs`), NVFP4 (`mx.rs`), the remaining
-//! GGUF block types (`ggml.rs`).
+//! Not here yet, each with its place: GPTQ and AWQ (`int.rs`), the remaining GGUF block
+//! types (`ggml.rs`).
 
 pub mod float;
 pub mod fp8;
@@ -63,6 +63,8 @@ pub enum Format {
     Mxfp4,
     /// E4M3 codes, and an E8M0 scale per 32 columns.
     Mxfp8,
+    /// E2M1 codes as in `Mxfp4`, an E4M3 scale per 16 columns, and one [`Global`] factor of all scales.
+    Nvfp4,
     /// GGUF: 32 columns, F16 scale, signed bytes.
     Q8_0,
     /// GGUF: 32 columns, F16 scale, nibbles minus 8.
@@ -93,6 +95,7 @@ impl fmt::Display for Format {
             Format::Int4Asym(Group::Of(g)) => return f.pad(&format!("INT4-asym-g{g}")),
             Format::Mxfp4 => "MXFP4",
             Format::Mxfp8 => "MXFP8",
+            Format::Nvfp4 => "NVFP4",
             Format::Q8_0 => "Q8_0",
             Format::Q4_0 => "Q4_0",
             Format::Q4K => "Q4_K",
@@ -131,6 +134,7 @@ impl std::str::FromStr for Format {
             "int4" => Format::Int4(Group::Of(32)),
             "mxfp4" => Format::Mxfp4,
             "mxfp8" => Format::Mxfp8,
+            "nvfp4" => Format::Nvfp4,
             "q8-0" => Format::Q8_0,
             "q4-0" => Format::Q4_0,
             "q4-k" => Format::Q4K,
@@ -148,7 +152,7 @@ impl std::str::FromStr for Format {
                 } else {
                     return Err(crate::Unsupported::new(format!(
                         "unknown format `{s}`; known are f32 f16 bf16 fp8-block fp8-channel int8-channel int8-gN int4-gN \
-                         int4-asym-gN mxfp4 mxfp8 q8_0 q4_0 q4_k q5_k q6_k"
+                         int4-asym-gN mxfp4 mxfp8 nvfp4 q8_0 q4_0 q4_k q5_k q6_k"
                     )));
                 }
             }
@@ -162,7 +166,7 @@ impl Format {
         match self {
             Format::Q4K | Format::Q5K | Format::Q6K => 256,
             Format::Q8_0 | Format::Q4_0 => 32,
-            Format::Int4(_) | Format::Int4Asym(_) | Format::Mxfp4 => 2,
+            Format::Int4(_) | Format::Int4Asym(_) | Format::Mxfp4 | Format::Nvfp4 => 2,
             _ => 1,
         }
     }
@@ -194,6 +198,7 @@ impl Format {
             }
             Format::Mxfp4 => blocks(mx::COLS, mx::COLS / 2),
             Format::Mxfp8 => blocks(mx::COLS, mx::COLS),
+            Format::Nvfp4 => blocks(mx::NV_COLS, mx::NV_COLS / 2),
             Format::Q8_0 => blocks(32, 34),
             Format::Q4_0 => blocks(32, 18),
             Format::Q4K => blocks(256, 144),
@@ -211,6 +216,7 @@ impl Format {
                 Some((rows, cols.div_ceil(g.cols(cols).max(1))))
             }
             Format::Mxfp4 | Format::Mxfp8 => Some((rows, cols.div_ceil(mx::COLS))),
+            Format::Nvfp4 => Some((rows, cols.div_ceil(mx::NV_COLS))),
             _ => None,
         }
     }
@@ -218,9 +224,10 @@ impl Format {
     /// Whether separate scales may be of a type.
     pub fn takes_scales(self, kind: ScaleType) -> bool {
         match self {
-            Format::Fp8Block => true,
             Format::Mxfp4 | Format::Mxfp8 => kind == ScaleType::E8m0,
-            _ => kind != ScaleType::E8m0,
+            Format::Nvfp4 => kind == ScaleType::E4m3,
+            Format::Fp8Block => kind != ScaleType::E4m3,
+            _ => kind != ScaleType::E8m0 && kind != ScaleType::E4m3,
         }
     }
 
@@ -240,7 +247,7 @@ impl Format {
             | Format::Int8Offset(Group::Of(_))
             | Format::Int4(Group::Of(_))
             | Format::Int4Asym(Group::Of(_)) => 2,
-            Format::Mxfp4 | Format::Mxfp8 => 1,
+            Format::Mxfp4 | Format::Mxfp8 | Format::Nvfp4 => 1,
             _ => 4,
         };
         let scales = self.scale_shape(rows, cols).map_or(0, |(r, c)| r as u64 * c as u64 * scale);
@@ -259,6 +266,17 @@ pub enum ScaleType {
     Bf16,
     /// A power of two: one byte, its exponent plus 127.
     E8m0,
+    /// E4M3, which a [`Global`] factor may go with.
+    E4m3,
+}
+
+/// What all scales of a matrix are multiplied with, or divided by.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Global {
+    /// ModelOpt's `weight_scale_2`.
+    Times(f32),
+    /// compressed-tensors' `weight_global_scale`.
+    Over(f32),
 }
 
 impl ScaleType {
@@ -267,7 +285,7 @@ impl ScaleType {
         match self {
             ScaleType::F32 => 4,
             ScaleType::F16 | ScaleType::Bf16 => 2,
-            ScaleType::E8m0 => 1,
+            ScaleType::E8m0 | ScaleType::E4m3 => 1,
         }
     }
 }
@@ -280,6 +298,7 @@ pub struct Scales {
     cols: usize,
     /// Scales from one row to the next; more than `cols` when rows of two matrices alternate.
     stride: usize,
+    global: Global,
 }
 
 impl Scales {
@@ -307,6 +326,10 @@ impl Scales {
             ScaleType::F16 => float::f16_at(&self.bytes, i),
             ScaleType::Bf16 => float::bf16_at(&self.bytes, i),
             ScaleType::E8m0 => mx::e8m0_to_f32(self.bytes[i]),
+            ScaleType::E4m3 => match self.global {
+                Global::Times(v) => fp8::E4M3[self.bytes[i] as usize] * v,
+                Global::Over(v) => fp8::E4M3[self.bytes[i] as usize] / v,
+            },
         }
     }
 }
@@ -362,10 +385,18 @@ impl Matrix {
                         bytes.len()
                     ));
                 }
-                Some(Scales { bytes, kind, cols: c, stride: c })
+                Some(Scales { bytes, kind, cols: c, stride: c, global: Global::Times(1.0) })
             }
         };
         Ok(Matrix { format, rows, cols, codes, row_bytes, stride: row_bytes, scales, zeros: None })
+    }
+
+    /// Sets the factor of all E4M3 scales; without, it is 1. Nothing else has one.
+    pub fn with_global_scale(mut self, global: Global) -> Self {
+        if let Some(scales) = &mut self.scales {
+            scales.global = global;
+        }
+        self
     }
 
     /// Adds the zero points of an asymmetric format: words `[ceil(rows / 8), groups]`, row `n`'s in nibble `n % 8` of row `n / 8`.
@@ -498,7 +529,7 @@ impl Matrix {
             Format::Int8(_) | Format::Int8Offset(_) | Format::Int4(_) | Format::Int4Asym(_) => {
                 int::decode(self, row, start, out)
             }
-            Format::Mxfp4 | Format::Mxfp8 => mx::decode(self, row, start, out),
+            Format::Mxfp4 | Format::Mxfp8 | Format::Nvfp4 => mx::decode(self, row, start, out),
             Format::Q8_0 | Format::Q4_0 | Format::Q4K | Format::Q5K | Format::Q6K => {
                 ggml::decode(self, row, start, out)
             }

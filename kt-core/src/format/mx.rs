@@ -1,6 +1,8 @@
 //! Microscaling formats: MXFP4 (E2M1 codes) and MXFP8 (E4M3 codes), with one E8M0 scale per 32 columns.
 //!
-//! A byte of MXFP4 holds two columns, the even one in the low nibble. An E8M0 byte `u` is `2^(u - 127)`; 255 is NaN. Products are
+//! NVFP4 has E2M1 codes, too, with an E4M3 scale per 16 columns and a factor for all of them: `W = code * (scale * factor)`.
+//!
+//! A byte of MXFP4 or NVFP4 holds two columns, the even one in the low nibble. An E8M0 byte `u` is `2^(u - 127)`; 255 is NaN. Products are
 //! exact in F32, but for those of the largest scales, which are beyond its range.
 
 use super::fp8::E4M3;
@@ -8,6 +10,9 @@ use super::{Format, Matrix};
 
 /// Columns that share one scale.
 pub const COLS: usize = 32;
+
+/// Columns that share one scale in NVFP4.
+pub const NV_COLS: usize = 16;
 
 /// Value of each E2M1 code: three bits of magnitude, and a sign.
 pub const E2M1: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
@@ -39,12 +44,13 @@ pub fn f32_to_e2m1(v: f32) -> u8 {
 pub(super) fn decode(m: &Matrix, row: usize, start: usize, out: &mut [f32]) {
     let Some(scales) = m.scales() else { return };
     let codes = m.row(row);
+    let group = if m.format() == Format::Nvfp4 { NV_COLS } else { COLS };
     let (mut col, end) = (start, start + out.len());
     while col < end {
-        let next = end.min((col / COLS + 1) * COLS);
-        let s = scales.get(row, col / COLS);
+        let next = end.min((col / group + 1) * group);
+        let s = scales.get(row, col / group);
         let out = &mut out[col - start..next - start];
-        if m.format() == Format::Mxfp4 {
+        if m.format() != Format::Mxfp8 {
             // Groups and decoded ranges are even, so bytes never straddle them.
             for (o, &byte) in out.chunks_exact_mut(2).zip(&codes[col / 2..]) {
                 o[0] = E2M1[(byte & 15) as usize] * s;

@@ -16,7 +16,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use rayon::prelude::*;
 
-use crate::format::{Format, Group, Matrix, ScaleType, fp8, int};
+use crate::format::{Format, Global, Group, Matrix, ScaleType, fp8, int};
 
 pub use source::Requantized;
 
@@ -83,6 +83,7 @@ pub(crate) fn scale_type(format: Format) -> ScaleType {
         | Format::Int4(Group::Of(_))
         | Format::Int4Asym(Group::Of(_)) => ScaleType::Bf16,
         Format::Mxfp4 | Format::Mxfp8 => ScaleType::E8m0,
+        Format::Nvfp4 => ScaleType::E4m3,
         _ => ScaleType::F32,
     }
 }
@@ -119,6 +120,17 @@ fn encode_bands(
         let zeros = zeros_left.split_off_mut(..band_zero_bytes.min(zeros_left.len())).ok_or_else(overflow)?;
         bands.push((range, codes, scales, zeros));
     }
+    // NVFP4's factor makes the largest value that of the largest code and scale.
+    let global = if format == Format::Nvfp4 {
+        let amax = bands.par_iter().map_init(Vec::new, |values, (range, ..)| {
+            values.resize(range.len() * cols, 0.0);
+            read(range.clone(), values);
+            rows::amax(values)
+        });
+        rows::divisor(amax.reduce(|| 0.0, f32::max), 448.0 * 6.0)
+    } else {
+        1.0
+    };
     bands.into_par_iter().try_for_each_init(Vec::new, |values, (range, codes, scales, zeros)| {
         let first = range.start;
         values.resize(range.len() * cols, 0.0);
@@ -126,12 +138,13 @@ fn encode_bands(
         if let Some(i) = rows::unfit(format, values) {
             return Err(format!("{format} cannot hold value [{}, {}], {}", first + i / cols, i % cols, values[i]));
         }
-        rows::encode(format, cols, values, codes, scales, zeros);
+        rows::encode(format, cols, values, codes, scales, (zeros, global));
         Ok(())
     })?;
 
     let scales = format.scale_shape(rows, cols).map(|_| (Bytes::from(scales), kind));
-    let mut matrix = Matrix::new(format, rows, cols, Bytes::from(codes), scales)?;
+    let mut matrix =
+        Matrix::new(format, rows, cols, Bytes::from(codes), scales)?.with_global_scale(Global::Times(global));
     if !zeros.is_empty() {
         matrix = matrix.with_zero_points(zeros.into())?;
     }

@@ -1,7 +1,7 @@
 //! Encoders of floating-point, FP8, and integer rows.
 
 use super::blocks;
-use super::search::{nearest, scale_and_zero, symmetric_scale};
+use super::search::{nearest, reciprocal, scale_and_zero, symmetric_scale};
 use crate::format::float::{bf16_to_f32, f32_to_bf16};
 use crate::format::fp8::{E4M3, TILE, f32_to_e4m3};
 use crate::format::int::zero_point_at;
@@ -18,14 +18,15 @@ pub(super) fn unfit(format: Format, values: &[f32]) -> Option<usize> {
     }
 }
 
-/// Encodes a band of whole rows into its codes and, where the format has them, its separate scales and zero points.
+/// Encodes a band of whole rows into its codes and, where the format has them, its separate scales and zero points; `global` is
+/// the factor of NVFP4's scales.
 pub(super) fn encode(
     format: Format,
     cols: usize,
     values: &[f32],
     codes: &mut [u8],
     scales: &mut [u8],
-    zeros: &mut [u8],
+    (zeros, global): (&mut [u8], f32),
 ) {
     match format {
         Format::F32 => copy(values, codes, f32::to_le_bytes),
@@ -80,6 +81,7 @@ pub(super) fn encode(
                 codes.iter_mut().zip(v).for_each(|(code, &v)| *code = f32_to_e4m3(v));
             },
         ),
+        Format::Nvfp4 => nvfp4(values, codes, scales, global),
         Format::Q8_0 => each(values, codes, blocks::q8_0),
         Format::Q4_0 => each(values, codes, blocks::q4_0),
         Format::Q4K => each(values, codes, blocks::q4k),
@@ -117,7 +119,7 @@ pub(super) fn amax(values: &[f32]) -> f32 {
 }
 
 /// The scale that maps `amax` to `largest`; 1 for values so small that they count as zero.
-fn divisor(amax: f32, largest: f32) -> f32 {
+pub(super) fn divisor(amax: f32, largest: f32) -> f32 {
     let s = amax / largest;
     if s.is_normal() { s } else { 1.0 }
 }
@@ -197,6 +199,29 @@ fn int4_asymmetric(values: &[f32], stored: fn(f32) -> f32, codes: &mut [u8]) -> 
         *byte = code(v[0]) | code(v[1]) << 4;
     }
     (scale, zero as i32 as u8)
+}
+
+fn nvfp4(values: &[f32], codes: &mut [u8], scales: &mut [u8], global: f32) {
+    let groups = values.as_chunks::<{ mx::NV_COLS }>().0.iter().zip(codes.as_chunks_mut::<{ mx::NV_COLS / 2 }>().0);
+    for ((values, codes), scale) in groups.zip(scales) {
+        let middle = f32_to_e4m3(amax(values) / 6.0 / global);
+        let mut best = f32::INFINITY;
+        // The scale of the largest value, and its neighbours.
+        for code in [middle, middle.saturating_sub(1), (middle + 1).min(0x7e)] {
+            let s = E4M3[code as usize] * global;
+            let inverse = reciprocal(s);
+            let rounded = values.map(|v| f32_to_e2m1(v * inverse));
+            let unit = 1.0 / global;
+            let error =
+                values.iter().zip(rounded).map(|(v, q)| ((v - E2M1[q as usize] * s) * unit).powi(2)).sum::<f32>();
+            if error < best {
+                (best, *scale) = (error, code);
+                for (byte, q) in codes.iter_mut().zip(rounded.as_chunks::<2>().0) {
+                    *byte = q[0] | q[1] << 4;
+                }
+            }
+        }
+    }
 }
 
 /// Groups of 32 with a power of two as scale. `top` is the exponent of the largest value that codes have; `round` takes a value to

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::format::float::f32_to_bf16;
 use crate::format::fp8::{E4M3, f32_to_e4m3};
 use crate::format::mx::{E2M1, e8m0_to_f32, f32_to_e2m1};
-use crate::format::{Format, Matrix, ScaleType, ggml};
+use crate::format::{Format, Global, Matrix, ScaleType, ggml};
 use crate::layer::{LayerSpec, Proj};
 use crate::quantize::scale_type;
 use crate::routing::{Routing, Rule};
@@ -361,7 +361,7 @@ fn generate(mut random: Random, format: Format, rows: usize, cols: usize) -> Res
         Format::F16 => (floats(&mut random, rows * cols, |v| f16(v * deviation)), None),
         Format::Bf16 => (floats(&mut random, rows * cols, |v| f32_to_bf16(v * deviation).to_le_bytes()), None),
         Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => (bytes(&mut random, size, &t.fp8), Some(&t.fp8)),
-        Format::Mxfp4 => (bytes(&mut random, size, &t.e2m1), Some(&t.e2m1)),
+        Format::Mxfp4 | Format::Nvfp4 => (bytes(&mut random, size, &t.e2m1), Some(&t.e2m1)),
         Format::Int8(_) => (bytes(&mut random, size, &t.int8), Some(&t.int8)),
         Format::Int8Offset(_) => {
             let mut codes = bytes(&mut random, size, &t.int8);
@@ -404,11 +404,13 @@ fn generate(mut random: Random, format: Format, rows: usize, cols: usize) -> Res
                 ScaleType::F16 => out.extend_from_slice(&f16(scale)),
                 ScaleType::Bf16 => out.extend_from_slice(&f32_to_bf16(scale).to_le_bytes()),
                 ScaleType::E8m0 => out.push(power_of_two(&mut random, scale)),
+                ScaleType::E4m3 => out.push(f32_to_e4m3(scale / deviation)),
             }
         }
         (Bytes::from(out), kind)
     });
-    let matrix = Matrix::new(format, rows, cols, Bytes::from(codes), scales)?;
+    let matrix =
+        Matrix::new(format, rows, cols, Bytes::from(codes), scales)?.with_global_scale(Global::Times(deviation));
     match format.zero_point_bytes(rows, cols) {
         0 => Ok(matrix),
         // 7, 8 and 9 in turns, so that their mean is 8.
@@ -486,7 +488,7 @@ mod tests {
     use super::*;
     use crate::format::Group;
 
-    const FORMATS: [Format; 20] = [
+    const FORMATS: [Format; 21] = [
         Format::F32,
         Format::F16,
         Format::Bf16,
@@ -502,6 +504,7 @@ mod tests {
         Format::Int4Asym(Group::Of(32)),
         Format::Mxfp4,
         Format::Mxfp8,
+        Format::Nvfp4,
         Format::Q8_0,
         Format::Q4_0,
         Format::Q4K,
@@ -542,7 +545,7 @@ mod tests {
                     let far = values.iter().filter(|v| (v.abs() as f64) > 2.0 * deviation).count();
                     let share = far as f64 / values.len() as f64;
                     // Codes as coarse as E2M1, with powers of two, have few values there or many.
-                    let range = if format == Format::Mxfp4 { 0.022..0.08 } else { 0.025..0.07 };
+                    let range = if matches!(format, Format::Mxfp4 | Format::Nvfp4) { 0.022..0.08 } else { 0.025..0.07 };
                     assert!(range.contains(&share), "{format} {proj:?} {hidden}: {share}");
                 }
             }

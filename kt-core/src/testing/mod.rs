@@ -60,7 +60,7 @@ impl Random {
 }
 
 /// Every format that this build knows, with the group sizes that checkpoints use.
-pub const FORMATS: [Format; 23] = [
+pub const FORMATS: [Format; 24] = [
     Format::F32,
     Format::F16,
     Format::Bf16,
@@ -79,6 +79,7 @@ pub const FORMATS: [Format; 23] = [
     Format::Int4Asym(Group::Of(128)),
     Format::Mxfp4,
     Format::Mxfp8,
+    Format::Nvfp4,
     Format::Q8_0,
     Format::Q4_0,
     Format::Q4K,

@@ -11,6 +11,8 @@
 //!                     [N, K/4]                                                INT8 with offset 128
 //!                                … and X.weight_zero_point I32 [N/8, K/g]       INT4, asymmetric
 //! X.weight_packed U8 [N, K/2]    X.weight_scale E8M0 [N, K/32]                MXFP4
+//!                        and X.weight_scale E4M3 [N, K/16], X.weight_global_scale F32 NVFP4, divided by it
+//! X.weight U8 [N, K/2]       X.weight_scale E4M3 [N, K/16], X.weight_scale_2 F32 NVFP4, multiplied with it
 //!
 //! E8M0 scales are of type F8_E8M0 or U8.
 //! ```
@@ -19,7 +21,8 @@ use safetensors::Dtype;
 
 use super::shards::{Shards, Tensor};
 use crate::error::Result;
-use crate::format::{Format, Group, Matrix, ScaleType, fp8, int, mx};
+use crate::format::float::f32_at;
+use crate::format::{Format, Global, Group, Matrix, ScaleType, fp8, int, mx};
 
 /// The linear layer `base` (its name without `.weight`), and the name of the tensor that holds its codes.
 ///
@@ -34,6 +37,7 @@ pub fn linear<'a>(shards: &'a Shards, base: &str, cols: Option<usize>) -> Result
     let Some((name, codes)) = get("weight") else {
         return Err(shards.fail(&format!("{base}.weight"), "missing from the checkpoint, in any format"));
     };
+    let inputs = cols;
     let (rows, cols) = dimensions(shards, name, codes)?;
     let scales = || {
         let suffix = ["weight_scale_inv", "scale"].into_iter().find(|suffix| get(suffix).is_some());
@@ -62,7 +66,7 @@ pub fn linear<'a>(shards: &'a Shards, base: &str, cols: Option<usize>) -> Result
             let (scale_name, scale) = scales()?;
             (Format::Int8(group(shards, scale_name, scale, rows, cols)?), Some((scale_name, scale)))
         }
-        Dtype::U8 => return Err(shards.fail(name, "has type U8 (NVFP4), which is not supported yet")),
+        Dtype::U8 => return nvfp4(shards, base, (name, codes), scales()?, inputs.is_none()).map(|m| (name, m)),
         other => match plain_format(other) {
             Some(format) => (format, None),
             None => return Err(shards.fail(name, format!("has type {other:?}, which is not supported as a weight"))),
@@ -88,8 +92,6 @@ fn refuse_unsupported(shards: &Shards, base: &str) -> Result<()> {
     let refused = [
         ("qweight", if has("g_idx") { "in GPTQ format" } else { "in AWQ or GPTQ format" }),
         ("weight_g_idx", "in activation order"),
-        ("weight_global_scale", "in NVFP4 format"),
-        ("weight_scale_2", "in NVFP4 format"),
     ];
     if has("scale") && ["weight_packed", "weight_scale", "weight_scale_inv"].into_iter().any(has) {
         return Err(shards.fail(&format!("{base}.scale"), "there are other quantized tensors of its matrix beside it"));
@@ -99,6 +101,16 @@ fn refuse_unsupported(shards: &Shards, base: &str) -> Result<()> {
         return Err(
             shards.fail(&zeros, "its matrix is asymmetric and not `pack-quantized`, which is not supported yet")
         );
+    }
+    let nvfp4 = shards
+        .get(&format!("{base}.weight_packed"))
+        .or_else(|| shards.get(&format!("{base}.weight")))
+        .is_some_and(|(_, t)| t.dtype == Dtype::U8);
+    for suffix in ["weight_global_scale", "weight_scale_2"] {
+        if has(suffix) && !nvfp4 {
+            let what = "a factor of scales, but its matrix is not in NVFP4 format";
+            return Err(shards.fail(&format!("{base}.{suffix}"), what));
+        }
     }
     match refused.into_iter().find(|(suffix, _)| has(suffix)) {
         Some((suffix, what)) => {
@@ -119,6 +131,9 @@ fn packed<'a>(
     let (scale_name, scale) = scales(shards, base, "weight_scale")?;
     match codes.dtype {
         Dtype::U8 if e8m0(scale) => return Ok((name, mxfp4(shards, (name, codes), (scale_name, scale))?)),
+        Dtype::U8 if scale.dtype == Dtype::F8_E4M3 => {
+            return Ok((name, nvfp4(shards, base, (name, codes), (scale_name, scale), cols.is_none())?));
+        }
         Dtype::I32 => {}
         other => {
             let what = format!("has type {other:?}, and scales of type {:?}: a format that is not known", scale.dtype);
@@ -185,6 +200,36 @@ pub fn mxfp4(shards: &Shards, codes: (&str, &Tensor), scales: (&str, &Tensor)) -
     matrix(shards, Format::Mxfp4, (rows, cols), codes, Some(scales))
 }
 
+/// The factor of the scales is in the data part of the file and read where `data` says so; until then it is 1.
+fn nvfp4(shards: &Shards, base: &str, codes: (&str, &Tensor), scales: (&str, &Tensor), data: bool) -> Result<Matrix> {
+    let (rows, bytes) = dimensions(shards, codes.0, codes.1)?;
+    let cols = bytes.checked_mul(2).ok_or_else(|| shards.fail(codes.0, "is too large"))?;
+    if scales.1.dtype != Dtype::F8_E4M3 || scales.1.shape != [rows, cols / mx::NV_COLS] {
+        let (kind, shape) = (scales.1.dtype, &scales.1.shape);
+        let what = format!(
+            "is {kind:?} {shape:?}; NVFP4 [{rows}, {cols}] has scales F8_E4M3 [{rows}, {}]",
+            cols / mx::NV_COLS
+        );
+        return Err(shards.fail(scales.0, what));
+    }
+    let named = |suffix: &str| format!("{base}.{suffix}");
+    let (over, times) = (named("weight_global_scale"), named("weight_scale_2"));
+    let (name, global) = match (shards.get(&over), shards.get(&times)) {
+        (Some(t), None) | (None, Some(t)) => t,
+        (None, None) => return Err(shards.fail(&over, "missing: NVFP4 needs it, or `weight_scale_2`")),
+        (Some((name, _)), Some(_)) => return Err(shards.fail(name, "`weight_scale_2` is there, too")),
+    };
+    if global.dtype != Dtype::F32 || global.byte_len() != 4 {
+        return Err(shards.fail(name, format!("is {:?} {:?}, expected one F32", global.dtype, global.shape)));
+    }
+    let m = matrix(shards, Format::Nvfp4, (rows, cols), codes, Some(scales))?;
+    if !data {
+        return Ok(m);
+    }
+    let value = f32_at(&shards.bytes(global), 0);
+    Ok(m.with_global_scale(if name == times { Global::Times(value) } else { Global::Over(value) }))
+}
+
 /// Whether a tensor can be of E8M0 scales.
 fn e8m0(t: &Tensor) -> bool {
     matches!(t.dtype, Dtype::U8 | Dtype::F8_E8M0)
@@ -242,6 +287,7 @@ fn matrix(
                 Dtype::F16 => ScaleType::F16,
                 Dtype::BF16 => ScaleType::Bf16,
                 Dtype::F8_E8M0 | Dtype::U8 => ScaleType::E8m0,
+                Dtype::F8_E4M3 => ScaleType::E4m3,
                 other => {
                     let what = format!("has type {other:?}; scales of type F32, F16, BF16 and E8M0 are supported");
                     return Err(shards.fail(scale_name, what));
