@@ -65,6 +65,8 @@ fn random_matrix(format: Format, rows: usize, cols: usize, kind: ScaleType, seed
                 ScaleType::F32 => bytes.extend(v.to_le_bytes()),
                 ScaleType::F16 => bytes.extend(half::f16::from_f32(v).to_le_bytes()),
                 ScaleType::Bf16 => bytes.extend(f32_to_bf16(v).to_le_bytes()),
+                ScaleType::E8m0 => bytes.push((v.to_bits() >> 23) as u8),
+                ScaleType::E4m3 => bytes.push(kt_core::format::fp8::f32_to_e4m3(v)),
             }
         }
         (bytes.into(), kind)
@@ -177,7 +179,8 @@ fn products_match_plain_sums() {
 fn all_scale_types_are_kept() {
     for kernel in kernels() {
         for format in FORMATS {
-            for kind in [ScaleType::F32, ScaleType::F16, ScaleType::Bf16] {
+            let kinds = [ScaleType::F32, ScaleType::F16, ScaleType::Bf16, ScaleType::E8m0];
+            for kind in kinds.into_iter().filter(|&kind| format.takes_scales(kind)) {
                 let Some(matrix) = random_matrix(format, 40, 384, kind, 17) else { continue };
                 let (layout, _) = kernel.accepts(format, 40, 384).expect("accepted");
                 let x = Rows::new(kernel, layout, &random_inputs(3, 384, 19), 384);

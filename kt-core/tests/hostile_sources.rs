@@ -132,6 +132,70 @@ fn packed(bits: usize, group: usize) -> impl Fn(&str, usize, usize) -> Vec<Tenso
     }
 }
 
+/// `pack-quantized` with zero points, all 3.
+fn asymmetric(name: &str, rows: usize, cols: usize) -> Vec<Tensor> {
+    let mut zeros = tensor(format!("{name}.weight_zero_point"), "I32", &[rows / 8, cols / 16]);
+    zeros.bytes.fill(0x33);
+    with(packed(4, 16)(name, rows, cols), zeros)
+}
+
+/// compressed-tensors `mxfp4-pack-quantized`.
+fn mxfp4(name: &str, rows: usize, cols: usize) -> Vec<Tensor> {
+    let scale = tensor(format!("{name}.weight_scale"), "U8", &[rows, cols / 32]);
+    vec![tensor(format!("{name}.weight_packed"), "U8", &[rows, cols / 2]), scale]
+}
+
+fn mxfp8(name: &str, rows: usize, cols: usize, scale: &'static str) -> Vec<Tensor> {
+    let scale = tensor(format!("{name}.weight_scale_inv"), scale, &[rows, cols / 32]);
+    vec![tensor(format!("{name}.weight"), "F8_E4M3", &[rows, cols]), scale]
+}
+
+/// NVFP4 as of compressed-tensors, or ModelOpt: all weights are 6 * 0.5 / 4, or 6 * 0.5 * 4.
+fn nvfp4(name: &str, rows: usize, cols: usize, modelopt: bool) -> Vec<Tensor> {
+    let (codes, global) =
+        if modelopt { ("weight", "weight_scale_2") } else { ("weight_packed", "weight_global_scale") };
+    let mut tensors = [
+        tensor(format!("{name}.{codes}"), "U8", &[rows, cols / 2]),
+        tensor(format!("{name}.weight_scale"), "F8_E4M3", &[rows, cols / 16]),
+        tensor(format!("{name}.{global}"), "F32", if modelopt { &[] } else { &[1] }),
+    ];
+    tensors[0].bytes.fill(0x77);
+    tensors[1].bytes.fill(0x30);
+    tensors[2].bytes = 4f32.to_le_bytes().to_vec();
+    tensors.into()
+}
+
+#[test]
+fn nvfp4_is_divided_by_one_factor_or_multiplied_with_the_other() {
+    for (modelopt, value) in [(false, 0.75), (true, 12.0)] {
+        let tensors = model(|n, r, c| nvfp4(n, r, c, modelopt));
+        let source = from_tensors(&config(), &tensors).unwrap();
+        assert_eq!(source.layers()[0].formats, [Format::Nvfp4; 3]);
+        for proj in Proj::ALL {
+            let m = source.matrix(0, 1, proj).unwrap();
+            m.check_scales().unwrap();
+            assert!(m.decode() == vec![value; HIDDEN * INTERMEDIATE]);
+        }
+        let mut names = ["weight_global_scale", "weight_scale_2"].map(|suffix| format!("{GATE_1}.{suffix}"));
+        names.rotate_left(modelopt as usize);
+        let ([name, other], scale) = (names, format!("{GATE_1}.weight_scale"));
+        let refuse = |tensors: Vec<Tensor>, want: &[&str]| refused(from_tensors(&config(), &tensors), want);
+        refuse(without(tensors.clone(), &name), &[GATE_1, "missing"]);
+        refuse(with(tensors.clone(), tensor(other.clone(), "F32", &[1])), &[GATE_1, "too"]);
+        for (dtype, bad) in [("F32", &[2][..]), ("I32", &[1]), ("BF16", &[2])] {
+            refuse(changed(tensors.clone(), &name, |t| *t = tensor(t.name.clone(), dtype, bad)), &[&name, "one F32"]);
+        }
+        for (dtype, bad) in [("F8_E4M3", &[64, 1][..]), ("F8_E4M3", &[63, 2]), ("F8_E4M3", &[128])] {
+            refuse(changed(tensors.clone(), &scale, |t| *t = tensor(t.name.clone(), dtype, bad)), &[&scale, "[64, 2]"]);
+        }
+        let nan = changed(tensors.clone(), &name, |t| t.bytes = f32::NAN.to_le_bytes().to_vec());
+        let source = from_tensors(&config(), &nan).unwrap();
+        assert!(source.matrix(0, 1, Proj::Gate).unwrap().check_scales().unwrap_err().contains("NaN"));
+        source.matrix(0, 1, Proj::Up).unwrap().check_scales().unwrap();
+        refuse(with(model(bf16), tensor(name.clone(), "F32", &[1])), &[&name, "NVFP4"]);
+    }
+}
+
 /// Replaces the tensors of one linear layer by their name's suffix.
 fn changed(mut tensors: Vec<Tensor>, name: &str, change: impl FnOnce(&mut Tensor)) -> Vec<Tensor> {
     change(tensors.iter_mut().find(|t| t.name == name).unwrap_or_else(|| panic!("{name}")));
@@ -168,7 +232,7 @@ fn set(key: &str, value: Value) -> Value {
 
 #[test]
 fn the_unharmed_models_open_in_every_format() {
-    let formats: [(Format, Vec<Tensor>); 7] = [
+    let formats: [(Format, Vec<Tensor>); 11] = [
         (Format::Bf16, model(bf16)),
         (Format::Fp8Block, model(fp8)),
         (
@@ -184,6 +248,10 @@ fn the_unharmed_models_open_in_every_format() {
         (Format::Int4(Group::Of(32)), model(packed(4, 32))),
         (Format::Int4(Group::Of(16)), model(packed(4, 16))),
         (Format::Int8Offset(Group::Of(8)), model(packed(8, 8))),
+        (Format::Int4Asym(Group::Of(16)), model(asymmetric)),
+        (Format::Mxfp4, model(mxfp4)),
+        (Format::Mxfp8, model(|n, r, c| mxfp8(n, r, c, "U8"))),
+        (Format::Mxfp8, model(|n, r, c| mxfp8(n, r, c, "F8_E8M0"))),
     ];
     for (format, tensors) in formats {
         // Down has twice the columns: one scale a row is groups of 32 for gate and up, when these have 32 columns.
@@ -283,6 +351,32 @@ fn tensors_that_are_missing_or_do_not_fit_are_named() {
     refuse(changed(model(fp8), &inverse, |t| *t = tensor(t.name.clone(), "F32", &[1, 2])), &[&inverse, "[1, 2]"]);
     refuse(changed(model(fp8), &inverse, |t| *t = tensor(t.name.clone(), "I32", &[1, 1])), &[&inverse, "I32"]);
     refuse(changed(model(fp8), &inverse, |t| *t = tensor(t.name.clone(), "U8", &[64, 1])), &[&weight, "MXFP8"]);
+    refuse(changed(model(fp8), &inverse, |t| *t = tensor(t.name.clone(), "U8", &[64, 2])), &[&inverse, "[64, 2]"]);
+    let mx8 = || model(|n, r, c| mxfp8(n, r, c, "U8"));
+    refuse(changed(mx8(), &inverse, |t| *t = tensor(t.name.clone(), "F32", &[64, 1])), &[&weight, "FP8-channel"]);
+    refuse(changed(mx8(), &inverse, |t| *t = tensor(t.name.clone(), "I8", &[64, 1])), &[&inverse, "I8"]);
+    refuse(without(mx8(), &inverse), &[&scale, "missing"]);
+
+    let zeros = part("weight_zero_point");
+    let asym = || model(asymmetric);
+    for (dtype, bad) in [("I32", &[64, 2][..]), ("I32", &[8, 1]), ("I32", &[16]), ("I8", &[64, 2]), ("F32", &[8, 2])] {
+        refuse(changed(asym(), &zeros, |t| *t = tensor(t.name.clone(), dtype, bad)), &[&zeros, dtype, "[8, 2]"]);
+    }
+    refuse(without(asym(), &zeros), &["INT4-g16", "INT4-asym-g16"]);
+    refuse(with(model(packed(8, 16)), tensor(zeros.clone(), "I32", &[16, 2])), &[&zeros, "not supported yet"]);
+    refuse(with(model(int8), tensor(zeros.clone(), "I8", &[64, 1])), &[&zeros, "not supported yet"]);
+
+    refuse(without(model(mxfp4), &scale), &[&scale, "missing"]);
+    for bad in [&[64, 2][..], &[63, 1], &[1, 64, 1], &[]] {
+        refuse(changed(model(mxfp4), &scale, |t| *t = tensor(t.name.clone(), "U8", bad)), &[&scale, "fit"]);
+    }
+    refuse(changed(model(mxfp4), &scale, |t| t.shape = vec![0, 1 << 40]), &[file]);
+    refuse(changed(model(mxfp4), &packed_name, |t| t.shape = vec![32, 32]), &[&scale, "[32, 32]"]);
+    refuse(changed(model(mxfp4), &packed_name, |t| t.shape = vec![64, 1, 1, 16]), &[&scale, "fit"]);
+    refuse(changed(model(mxfp4), &packed_name, |t| t.dtype = "I8"), &[&packed_name, "I8"]);
+    refuse(changed(model(mxfp4), &scale, |t| *t = tensor(t.name.clone(), "BF16", &[64, 1])), &[&packed_name, "BF16"]);
+    let second = part("scale");
+    refuse(with(model(mxfp4), tensor(second.clone(), "U8", &[64, 1])), &[&second, "beside it"]);
 
     refuse(without(model(int8), &scale), &[&scale, "missing"]);
     refuse(changed(model(int8), &scale, |t| *t = tensor(t.name.clone(), "BF16", &[64, 5])), &[&scale, "5 scales"]);
@@ -292,17 +386,17 @@ fn tensors_that_are_missing_or_do_not_fit_are_named() {
     refuse(without(int4(), &shape_name), &[&shape_name, "missing"]);
     refuse(without(int4(), &scale), &[&scale, "missing"]);
     refuse(changed(int4(), &packed_name, |t| *t = tensor(t.name.clone(), "I32", &[64, 5])), &[&packed_name, "5 words"]);
-    refuse(changed(int4(), &packed_name, |t| *t = tensor(t.name.clone(), "U8", &[64, 16])), &[&packed_name, "MXFP4"]);
+    refuse(
+        changed(int4(), &packed_name, |t| *t = tensor(t.name.clone(), "U8", &[64, 16])),
+        &[&packed_name, "U8", "BF16"],
+    );
     refuse(changed(int4(), &scale, |t| *t = tensor(t.name.clone(), "BF16", &[64, 32])), &[&packed_name, "even"]);
-    for (suffix, what) in [
-        ("weight_zero_point", "asymmetric"),
-        ("weight_g_idx", "activation order"),
-        ("qweight", "GPTQ"),
-        ("weight_global_scale", "NVFP4"),
-        ("scale", "MXFP4"),
-    ] {
+    for (suffix, what) in [("weight_g_idx", "activation order"), ("qweight", "GPTQ")] {
         let name = part(suffix);
         refuse(with(int4(), tensor(name.clone(), "I32", &[4])), &[&name, what, "not supported yet"]);
+    }
+    for suffix in ["weight_global_scale", "weight_scale_2"] {
+        refuse(with(int4(), tensor(part(suffix), "F32", &[1])), &[&part(suffix), "not in NVFP4"]);
     }
     // What the data says of the shape is read with the data, not when opening.
     let lying = changed(int4(), &shape_name, |t| t.bytes[8] = 64);
@@ -319,6 +413,15 @@ fn scales_that_are_no_numbers_are_found() {
     let text = source.matrix(0, 1, Proj::Gate).unwrap().check_scales().unwrap_err();
     assert!(text.contains("NaN") && text.contains("[0, 0]"), "{text}");
     source.matrix(0, 1, Proj::Up).unwrap().check_scales().unwrap();
+    for (tensors, suffix) in
+        [(model(mxfp4), "weight_scale"), (model(|n, r, c| mxfp8(n, r, c, "U8")), "weight_scale_inv")]
+    {
+        let nan = changed(tensors, &format!("{GATE_1}.{suffix}"), |t| t.bytes[5] = 255);
+        let mx = from_tensors(&config(), &nan).unwrap();
+        let text = mx.matrix(0, 1, Proj::Gate).unwrap().check_scales().unwrap_err();
+        assert!(text.contains("[5, 0] is NaN"), "{text}");
+        mx.matrix(0, 0, Proj::Gate).unwrap().check_scales().unwrap();
+    }
     assert_eq!(
         source.tensor_name(0, 1, Proj::Gate),
         ("checkpoint/model.safetensors".into(), format!("{GATE_1}.weight"))
@@ -357,20 +460,169 @@ fn configs_that_cannot_be_are_refused() {
     refused(open(grouped), &[file, "3 groups"]);
 }
 
+/// A config of a family that counts its experts in its own way.
+fn config_of(family: &str) -> Value {
+    json!({
+        "model_type": family, "num_local_experts": 2, "n_routed_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 1,
+        "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "moe_intermediate_size": INTERMEDIATE,
+    })
+}
+
 #[test]
-fn families_whose_experts_cannot_be_read_yet_say_so() {
-    let config = |family: &str| {
-        json!({
-            "model_type": family, "num_local_experts": 2, "n_routed_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 1,
-            "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "moe_intermediate_size": INTERMEDIATE,
-        })
+fn experts_of_deepseek_v4_are_mxfp4_and_the_rest_fp8() {
+    let linear = |name: String, rows: usize, cols: usize| {
+        let scale = tensor(format!("{name}.scale"), "F8_E8M0", &[rows, cols / 32]);
+        [tensor(format!("{name}.weight"), "I8", &[rows, cols / 2]), scale]
     };
-    let blocks = "model.layers.0.mlp.experts.gate_up_proj_blocks";
-    let gpt_oss = [tensor(blocks, "U8", &[2, 128, 1, 16])];
-    refused(from_tensors(&config("gpt_oss"), &gpt_oss), &["model.safetensors", blocks, "MXFP4", "not supported yet"]);
-    let scale = "layers.0.ffn.experts.0.w1.scale";
-    let v4 = [tensor("layers.0.ffn.experts.0.w1.weight", "I8", &[64, 16]), tensor(scale, "F8_E8M0", &[64, 1])];
-    refused(from_tensors(&config("deepseek_v4"), &v4), &["model.safetensors", scale, "MXFP4", "not supported yet"]);
+    let mut tensors = Vec::new();
+    for (e, (proj, name)) in
+        (0..EXPERTS).flat_map(|e| Proj::ALL.into_iter().zip(["w1", "w3", "w2"]).map(move |p| (e, p)))
+    {
+        let [rows, cols] = shape(proj);
+        tensors.extend(linear(format!("layers.0.ffn.experts.{e}.{name}"), rows, cols));
+    }
+    let shared = "layers.0.ffn.shared_experts.w2";
+    tensors.extend([
+        tensor(format!("{shared}.weight"), "F8_E4M3", &[256, 130]),
+        tensor(format!("{shared}.scale"), "F8_E8M0", &[2, 2]),
+    ]);
+    let scale = "layers.0.ffn.experts.1.w3.scale";
+    let mut tensors = changed(tensors, scale, |t| t.bytes.fill(128));
+    tensors = changed(tensors, "layers.0.ffn.experts.1.w3.weight", |t| t.bytes.fill(0xa7));
+    tensors = changed(tensors, &format!("{shared}.weight"), |t| t.bytes.fill(0x38));
+    tensors = changed(tensors, &format!("{shared}.scale"), |t| t.bytes.copy_from_slice(&[127, 128, 129, 130]));
+    let source = from_tensors(&config_of("deepseek_v4"), &tensors).unwrap();
+    assert_eq!((source.layers()[0].formats, source.routing(0)), ([Format::Mxfp4; 3], None));
+    let up = source.matrix(0, 1, Proj::Up).unwrap().decode();
+    assert!(up.chunks(2).all(|v| v == [12.0, -2.0]) && up.len() == INTERMEDIATE * HIDDEN);
+    assert!(source.matrix(0, 1, Proj::Gate).unwrap().decode().iter().all(|&v| v == 0.0));
+    let shared = source.tensor(&format!("{shared}.weight")).unwrap();
+    let values = shared.decode();
+    assert_eq!((shared.format(), values[0], values[129], values[255 * 130]), (Format::Fp8Block, 1.0, 2.0, 4.0));
+    source.release(0, 1);
+
+    let file = "model.safetensors";
+    let open = |tensors: &[Tensor]| from_tensors(&config_of("deepseek_v4"), tensors);
+    refused(open(&without(tensors.clone(), scale)), &[file, "experts.1.w3.weight_scale", "missing"]);
+    let wide = changed(tensors.clone(), scale, |t| *t = tensor(scale, "F8_E8M0", &[64, 2]));
+    refused(open(&wide), &[file, scale, "[64, 2]"]);
+    let floats = changed(tensors.clone(), scale, |t| *t = tensor(scale, "F32", &[64, 1]));
+    refused(open(&floats), &[file, "experts.1.w3.weight", "F32"]);
+}
+
+/// The tensors of a gpt-oss layer, their content from a formula.
+fn gpt_oss() -> Vec<Tensor> {
+    let mut tensors = Vec::new();
+    for (name, rows, cols) in [("gate_up_proj", 2 * INTERMEDIATE, HIDDEN), ("down_proj", HIDDEN, INTERMEDIATE)] {
+        let stem = format!("model.layers.0.mlp.experts.{name}");
+        let mut blocks = tensor(format!("{stem}_blocks"), "U8", &[EXPERTS, rows, cols / 32, 16]);
+        let mut scales = tensor(format!("{stem}_scales"), "U8", &[EXPERTS, rows, cols / 32]);
+        let mut bias = tensor(format!("{stem}_bias"), "BF16", &[EXPERTS, rows]);
+        blocks.bytes.iter_mut().enumerate().for_each(|(i, b)| *b = (i * 73 % 251) as u8 ^ (i / 97) as u8);
+        scales.bytes.iter_mut().enumerate().for_each(|(i, b)| *b = 122 + (i * 5 % 4) as u8);
+        let biases =
+            (0..EXPERTS * rows).flat_map(|i| half::bf16::from_f32((i * 29 % 17) as f32 / 8.0 - 1.0).to_le_bytes());
+        bias.bytes = biases.collect();
+        tensors.extend([blocks, scales, bias]);
+    }
+    tensors
+}
+
+#[test]
+fn a_layer_of_gpt_oss_runs_on_the_portable_kernel() {
+    use kt_core::cpu::{CpuBackend, portable::Portable};
+    let tensors = gpt_oss();
+    let source = from_tensors(&config_of("gpt_oss"), &tensors).unwrap();
+    let spec = &source.layers()[0];
+    assert_eq!((spec.formats, spec.biases), ([Format::Mxfp4; 3], true));
+    assert_eq!((source.tensors().len(), source.dense_bytes()), (0, 0));
+    let routing = source.routing(0).unwrap();
+    assert_eq!((routing.rule, routing.top_k), (kt_core::Rule::TopKSoftmax, 1));
+
+    // Straight from the tensors: columns 2j and 2j + 1 are the nibbles of byte j, rows 2j and 2j + 1 are gate j and up j.
+    let magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let product = |part: usize, e: usize, row: usize, x: &[f64]| -> f64 {
+        let [blocks, scales, bias] = [0, 1, 2].map(|i| &tensors[3 * part + i]);
+        let row = e * blocks.shape[1] + row;
+        let weight = |k: usize| {
+            let code = blocks.bytes[(row * x.len() + k) / 2] >> (4 * (k % 2)) & 15;
+            let sign = if code < 8 { 1.0 } else { -1.0 };
+            let scale = scales.bytes[row * x.len() / 32 + k / 32] as i32;
+            sign * magnitudes[code as usize % 8] * 2f64.powi(scale - 127)
+        };
+        let bias = half::bf16::from_le_bytes([bias.bytes[2 * row], bias.bytes[2 * row + 1]]).to_f64();
+        bias + x.iter().enumerate().map(|(k, x)| weight(k) * x).sum::<f64>()
+    };
+    let expert = |e: usize, x: &[f64]| -> Vec<f64> {
+        let h: Vec<f64> = (0..INTERMEDIATE)
+            .map(|j| {
+                let gate = product(0, e, 2 * j, x).min(7.0);
+                let up = product(0, e, 2 * j + 1, x).clamp(-7.0, 7.0);
+                (up + 1.0) * gate / (1.0 + (-1.702 * gate).exp())
+            })
+            .collect();
+        (0..HIDDEN).map(|n| product(1, e, n, &h)).collect()
+    };
+
+    let tokens = 3;
+    let x: Vec<f32> = (0..tokens * HIDDEN).map(|i| ((37 * i + 11) % 101) as f32 / 50.0 - 1.0).collect();
+    let (ids, weights) = (vec![0, 1, 1, 0, 1, 1], vec![0.75, 0.25, 0.5, 0.5, 1.0, -0.5]);
+    let mut want = vec![0.0; tokens * HIDDEN];
+    for (slot, (&e, &w)) in ids.iter().zip(&weights).enumerate() {
+        let token = slot / 2 * HIDDEN..(slot / 2 + 1) * HIDDEN;
+        let x: Vec<f64> = x[token.clone()].iter().map(|&v| v as f64).collect();
+        want[token].iter_mut().zip(expert(e as usize, &x)).for_each(|(o, y)| *o += w as f64 * y);
+    }
+    let backends = |_| vec![kt_core::Candidate::new("portable", Ok(CpuBackend::new("portable", Portable)))];
+    let runtime = kt_core::RuntimeBuilder::new(backends).threads(2).build().unwrap();
+    let experts = runtime.load(&source).unwrap();
+    let mut batch = kt_core::Batch::new(tokens, x, ids, weights).unwrap();
+    experts.layer(0).unwrap().forward(&mut batch).unwrap();
+    let error = kt_core::testing::mean_error(&want, batch.output());
+    assert!(error < 1e-5 && want.iter().any(|v| v.abs() > 1.0), "{error}");
+    source.release(0, 1);
+}
+
+#[test]
+fn tensors_of_gpt_oss_that_do_not_fit_are_named() {
+    let name = |suffix: &str| format!("model.layers.0.mlp.experts.{suffix}");
+    let open = |tensors: Vec<Tensor>| from_tensors(&config_of("gpt_oss"), &tensors);
+    let reshaped = |suffix: &str, dtype: &'static str, shape: &[usize]| {
+        changed(gpt_oss(), &name(suffix), |t| *t = tensor(t.name.clone(), dtype, shape))
+    };
+    for suffix in
+        ["gate_up_proj_blocks", "gate_up_proj_scales", "gate_up_proj_bias", "down_proj_blocks", "down_proj_bias"]
+    {
+        refused(open(without(gpt_oss(), &name(suffix))), &["model.safetensors", &name(suffix), "missing"]);
+    }
+    let plain = changed(gpt_oss(), &name("down_proj_blocks"), |t| *t = tensor(name("down_proj"), "BF16", &[2, 64, 32]));
+    refused(open(plain), &["model.safetensors", &name("down_proj"), "MXFP4", "not supported yet"]);
+    for (suffix, dtype, shape, want) in [
+        ("gate_up_proj_blocks", "U8", &[2, 64, 2, 16][..], "fit"),
+        ("gate_up_proj_blocks", "U8", &[2, 128, 16], "dimensions"),
+        ("gate_up_proj_blocks", "U8", &[], "dimensions"),
+        ("gate_up_proj_blocks", "BF16", &[2, 128, 1, 16], "bytes"),
+        ("gate_up_proj_scales", "U8", &[2, 128], "dimensions"),
+        ("gate_up_proj_scales", "U8", &[2, 128, 0], "empty"),
+        ("gate_up_proj_scales", "F32", &[2, 128, 1], "F32"),
+        ("down_proj_scales", "U8", &[2, 32, 1], "fit"),
+        ("gate_up_proj_bias", "BF16", &[2, 64], "[2, 128]"),
+        ("down_proj_bias", "BF16", &[64], "[2, 32]"),
+        ("down_proj_bias", "U8", &[2, 32], "U8"),
+    ] {
+        refused(open(reshaped(suffix, dtype, shape)), &["model.safetensors", "model.layers.0.mlp.experts", want]);
+    }
+    let three = |t: &mut Tensor, shape: &[usize]| *t = tensor(t.name.clone(), "U8", shape);
+    let more = changed(gpt_oss(), &name("down_proj_blocks"), |t| three(t, &[3, 32, 2, 16]));
+    let more = changed(more, &name("down_proj_scales"), |t| three(t, &[3, 32, 2]));
+    refused(open(more), &["model.safetensors", &name("down_proj_blocks"), "[3, 32]", "[2, 32]"]);
+    let nan = changed(gpt_oss(), &name("gate_up_proj_scales"), |t| t.bytes[128 + 7] = 255);
+    let source = open(nan).unwrap();
+    let text = source.matrix(0, 1, Proj::Up).unwrap().check_scales().unwrap_err();
+    assert!(text.contains("[3, 0] is NaN"), "{text}");
+    source.matrix(0, 1, Proj::Gate).unwrap().check_scales().unwrap();
+    refused(source.matrix(0, 2, Proj::Up), &["expert 2"]);
+    refused(source.bias(0, 2, Proj::Up), &["expert 2"]);
 }
 
 #[test]

@@ -104,6 +104,8 @@ fn matrix(format: Format, rows: usize, cols: usize, codes: &[u8], scales: Option
             ScaleType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
             ScaleType::F16 => values.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect(),
             ScaleType::Bf16 => values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect(),
+            ScaleType::E4m3 => values.iter().map(|v| kt_core::format::fp8::f32_to_e4m3(*v)).collect(),
+            ScaleType::E8m0 => values.iter().map(|v| (v.log2() + 127.0) as u8).collect(),
         };
         (Bytes::from(bytes), kind)
     });
@@ -388,7 +390,131 @@ fn int4_has_its_even_column_in_the_low_nibble() {
 }
 
 #[test]
+fn int4_zero_points_are_packed_along_rows() {
+    // Ten rows of two groups: zero point of row n, group g is (3n + 5g) % 16, in nibble n % 8 of word [n / 8, g].
+    let (rows, cols) = (10, 8);
+    let zero = |n: usize, g: usize| (3 * n + 5 * g) % 16;
+    let mut words = [0u32; 4];
+    for (n, g) in (0..rows).flat_map(|n| [(n, 0), (n, 1)]) {
+        words[n / 8 * 2 + g] |= (zero(n, g) as u32) << (4 * (n % 8));
+    }
+    let zeros: Bytes = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+    let codes: Vec<u8> = (0..rows * cols / 2).map(|i| (i * 91 % 256) as u8).collect();
+    let scales: Vec<f32> = (0..rows * 2).map(|i| (i + 1) as f32 / 8.0).collect();
+    let format = Format::Int4Asym(Group::Of(4));
+    let plain = matrix(format, rows, cols, &codes, Some((&scales, ScaleType::Bf16)));
+    let m = plain.clone().with_zero_points(zeros.clone()).unwrap();
+    let want = |n: usize, k: usize, zero: usize| {
+        let q = codes[(n * cols + k) / 2] >> (4 * (k % 2)) & 15;
+        (q as f32 - zero as f32) * scales[n * 2 + k / 4]
+    };
+    let (all, symmetric) = (m.decode(), plain.decode());
+    for (n, k) in (0..rows).flat_map(|n| (0..cols).map(move |k| (n, k))) {
+        assert_eq!(all[n * cols + k], want(n, k, zero(n, k / 4)), "[{n}, {k}]");
+        assert_eq!(symmetric[n * cols + k], want(n, k, 8), "[{n}, {k}]");
+    }
+    assert_eq!(m.byte_len(), (rows * cols / 2 + rows * 2 * 2 + 16) as u64);
+    assert_eq!(m.byte_len(), format.stored_bytes(rows, cols));
+    assert_eq!(m.select_rows(8, 1, 2).unwrap().decode(), all[8 * cols..]);
+    assert_eq!(m.select_rows(0, 1, 3).unwrap().decode(), all[..3 * cols]);
+    assert!(m.select_rows(4, 1, 2).is_err() && m.select_rows(0, 2, 2).is_err());
+    assert!(plain.with_zero_points(zeros.slice(1..)).unwrap_err().contains("16 bytes"));
+    let int8 = matrix(Format::Int8(Group::Row), 1, 1, &[0], Some((&[1.0], ScaleType::F32)));
+    assert!(int8.with_zero_points(Bytes::new()).is_err());
+}
+
+#[test]
+fn mxfp4_has_its_even_column_in_the_low_nibble() {
+    // The worked example: scale byte 125; then every code, with the smallest and the largest scale.
+    let mut codes = vec![0x00; 48];
+    codes[..4].copy_from_slice(&[0x8d, 0xc5, 0x61, 0x3b]);
+    for (i, code) in codes[16..].iter_mut().enumerate() {
+        let low = 2 * i as u8 % 16;
+        *code = low + (low + 1) * 16;
+    }
+    let scales = Some((Bytes::from_static(&[125, 0, 252]), ScaleType::E8m0));
+    let m = Matrix::new(Format::Mxfp4, 1, 96, codes.into(), scales).unwrap();
+    let values = m.decode();
+    assert_eq!(values[..8], [-0.75, -0.0, 0.75, -0.5, 0.125, 1.0, -0.375, 0.375]);
+    assert!(values[1].is_sign_negative() && values[8..32] == [0.0; 24]);
+    let magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    for (i, &v) in values[32..].iter().enumerate() {
+        let sign = if i % 16 < 8 { 1.0 } else { -1.0 };
+        let scale = 2f64.powi(if i < 32 { -127 } else { 125 });
+        assert_eq!(v as f64, sign * magnitudes[i % 8] * scale, "column {}", 32 + i);
+    }
+    let mut across = [0.0; 4];
+    m.decode_range(0, 30, &mut across);
+    assert_eq!(across, values[30..34]);
+}
+
+#[test]
+fn nvfp4_has_scales_of_16_columns_and_one_of_all() {
+    use kt_core::format::Global;
+    let codes: Vec<u8> = [0x8d, 0xc5, 0x61, 0x3b, 0, 0, 0, 0x70].repeat(2);
+    let m = matrix(Format::Nvfp4, 1, 32, &codes, Some((&[0.5, 320.0], ScaleType::E4m3)));
+    let (e2m1, third) = ([-3.0, -0.0, 3.0, -2.0, 0.5, 4.0, -1.5, 1.5], 1.0 / 3.0f32);
+    assert_eq!(m.decode()[..8], e2m1.map(|v| v * 0.5));
+    assert_eq!(m.decode()[30..], [0.0, 6.0 * 320.0]);
+    let times = m.clone().with_global_scale(Global::Times(third)).decode();
+    assert_eq!(times[16..24], e2m1.map(|v| v * (320.0 * third)));
+    let over = m.clone().with_global_scale(Global::Over(3.0));
+    assert_eq!(over.decode()[16..24], e2m1.map(|v| v * (320.0f32 / 3.0)));
+    let mut across = [0.0; 4];
+    over.decode_range(0, 14, &mut across);
+    assert_eq!(across, over.decode()[14..18]);
+    assert!(m.with_global_scale(Global::Over(0.0)).check_scales().unwrap_err().contains("inf"));
+    let nan = Some((Bytes::from_static(&[0x38, 0xff]), ScaleType::E4m3));
+    let nan = Matrix::new(Format::Nvfp4, 1, 32, codes.into(), nan).unwrap();
+    assert!(nan.check_scales().unwrap_err().contains("[0, 1] is NaN"));
+}
+
+#[test]
+fn mxfp8_has_a_power_of_two_per_32_columns() {
+    let codes: Vec<u8> = (0..64).map(|i| [0x38, 0x01, 0xf8, 0x7a][i % 4]).collect();
+    let m = matrix(Format::Mxfp8, 1, 64, &codes, Some((&[0.25, 2f32.powi(100)], ScaleType::E8m0)));
+    let values = m.decode();
+    assert_eq!(values[..4], [0.25, 2f32.powi(-11), -64.0, 80.0]);
+    assert_eq!(values[60..], [1.0, 2f32.powi(-9), -256.0, 320.0].map(|v| v * 2f32.powi(100)));
+    let mut across = [0.0; 3];
+    m.decode_range(0, 31, &mut across);
+    assert_eq!(across, values[31..34]);
+}
+
+#[test]
+fn rows_that_alternate_keep_their_own_scales() {
+    let codes: Vec<u8> = (0..6 * 32).map(|i| (i * 37 % 251) as u8).collect();
+    let scales: Vec<u8> = (0..12).map(|i| 120 + i as u8).collect();
+    let m = Matrix::new(Format::Mxfp4, 6, 64, codes.into(), Some((scales.into(), ScaleType::E8m0))).unwrap();
+    let all = m.decode();
+    for (first, step, count) in [(0, 2, 3), (1, 2, 3), (2, 3, 2), (3, 1, 2), (5, 7, 1)] {
+        let some = m.select_rows(first, step, count).unwrap();
+        for row in 0..count {
+            let mut got = [0.0; 64];
+            some.decode_row(row, &mut got);
+            assert_eq!(got, all[(first + row * step) * 64..][..64], "rows {first} + {step} * {row}");
+        }
+        assert_eq!(some.byte_len(), (count * (32 + 2)) as u64);
+        let again = some.select_rows(count - 1, 1, 1).unwrap();
+        assert_eq!(again.decode(), all[(first + (count - 1) * step) * 64..][..64]);
+    }
+    assert!(m.select_rows(1, 2, 4).is_err() && m.select_rows(0, 0, 1).is_err());
+    let fp8 = matrix(Format::Fp8Block, 256, 1, &[0; 256], Some((&[1.0, 2.0], ScaleType::F32)));
+    assert!(fp8.select_rows(0, 2, 2).unwrap_err().contains("share scales"));
+    assert_eq!(fp8.select_rows(128, 1, 128).unwrap().scales().unwrap().get(0, 0), 2.0);
+}
+
+#[test]
 fn scales_that_are_no_numbers_are_named() {
+    let nan = Some((Bytes::from_static(&[127, 127, 127, 255]), ScaleType::E8m0));
+    let mx = Matrix::new(Format::Mxfp8, 2, 64, vec![0; 128].into(), nan).unwrap();
+    assert!(mx.check_scales().unwrap_err().contains("[1, 1] is NaN"));
+    mx.select_rows(0, 1, 1).unwrap().check_scales().unwrap();
+    let f32s = Some((Bytes::from_static(&[0; 8]), ScaleType::F32));
+    assert!(Matrix::new(Format::Mxfp4, 1, 64, vec![0; 32].into(), f32s).unwrap_err().contains("F32"));
+    let powers = Some((Bytes::from_static(&[127]), ScaleType::E8m0));
+    assert!(Matrix::new(Format::Int8(Group::Row), 1, 2, vec![0; 2].into(), powers).unwrap_err().contains("E8m0"));
+    assert!(Matrix::new(Format::Mxfp4, 1, 48, vec![0; 24].into(), None).unwrap_err().contains("multiples of 32"));
     let m = matrix(Format::Int8(Group::Row), 3, 1, &[1, 1, 1], Some((&[1.0, 1.0, f32::NAN], ScaleType::F32)));
     assert!(m.check_scales().unwrap_err().contains("[2, 0]"));
     let mut rows = from_hex("0030f258be1379df359bf147ac0268ce248a").repeat(4);

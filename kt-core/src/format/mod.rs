@@ -5,13 +5,13 @@
 //! a file of its own with its decoder; a new format is one arm of [`Format`] and one decoder: it then runs everywhere
 //! through decoding, and natively where a kernel accepts it.
 //!
-//! Not here yet, each with its place: GPTQ, AWQ and asymmetric INT4 (`int.rs`), MXFP4, MXFP8 and NVFP4 (`mx.rs`), GGUF's
-//! IQ1 to IQ3, TQ1 and TQ2 (`ggml`).
+//! Not here yet, each with its place: GPTQ and AWQ (`int.rs`), GGUF's IQ1 to IQ3, TQ1 and TQ2 (`ggml`).
 
 pub mod float;
 pub mod fp8;
 pub mod ggml;
 pub mod int;
+pub mod mx;
 
 use std::fmt;
 
@@ -56,6 +56,14 @@ pub enum Format {
     Int8Offset(Group),
     /// Two columns per byte, low nibble first, value = nibble - 8 (compressed-tensors `pack-quantized`), symmetric.
     Int4(Group),
+    /// As `Int4`, but value = nibble - zero point, one per scale ([`Matrix::with_zero_points`]).
+    Int4Asym(Group),
+    /// E2M1 codes, two columns per byte, low nibble first, and an E8M0 scale per 32 columns.
+    Mxfp4,
+    /// E4M3 codes, and an E8M0 scale per 32 columns.
+    Mxfp8,
+    /// E2M1 codes as in `Mxfp4`, an E4M3 scale per 16 columns, and one [`Global`] factor of all scales.
+    Nvfp4,
     /// GGUF: 32 columns, F16 scale, signed bytes.
     Q8_0,
     /// GGUF: 32 columns, F16 scale, nibbles minus 8.
@@ -98,6 +106,11 @@ impl fmt::Display for Format {
             Format::Int8Offset(Group::Of(g)) => return f.pad(&format!("INT8-offset-g{g}")),
             Format::Int4(Group::Row) => "INT4-channel",
             Format::Int4(Group::Of(g)) => return f.pad(&format!("INT4-g{g}")),
+            Format::Int4Asym(Group::Row) => "INT4-asym-channel",
+            Format::Int4Asym(Group::Of(g)) => return f.pad(&format!("INT4-asym-g{g}")),
+            Format::Mxfp4 => "MXFP4",
+            Format::Mxfp8 => "MXFP8",
+            Format::Nvfp4 => "NVFP4",
             Format::Q8_0 => "Q8_0",
             Format::Q4_0 => "Q4_0",
             Format::Q4K => "Q4_K",
@@ -140,7 +153,11 @@ impl std::str::FromStr for Format {
             "int8" | "int8-channel" => Format::Int8(Group::Row),
             "int8-offset-channel" => Format::Int8Offset(Group::Row),
             "int4-channel" => Format::Int4(Group::Row),
+            "int4-asym-channel" => Format::Int4Asym(Group::Row),
             "int4" => Format::Int4(Group::Of(32)),
+            "mxfp4" => Format::Mxfp4,
+            "mxfp8" => Format::Mxfp8,
+            "nvfp4" => Format::Nvfp4,
             "q8-0" => Format::Q8_0,
             "q4-0" => Format::Q4_0,
             "q4-k" => Format::Q4K,
@@ -161,10 +178,12 @@ impl std::str::FromStr for Format {
                     Format::Int8Offset(Group::Of(g))
                 } else if let Some(g) = group("int4-g") {
                     Format::Int4(Group::Of(g))
+                } else if let Some(g) = group("int4-asym-g") {
+                    Format::Int4Asym(Group::Of(g))
                 } else {
                     return Err(crate::Unsupported::new(format!(
                         "unknown format `{s}`; known are f32 f16 bf16 fp8-block fp8-channel int8-channel int8-gN int4-gN \
-                         q8_0 q4_0 q4_1 q5_0 q5_1 q2_k q3_k q4_k q5_k q6_k iq4_nl iq4_xs mxfp4-ggml"
+                         int4-asym-gN mxfp4 mxfp8 nvfp4 q8_0 q4_0 q4_1 q5_0 q5_1 q2_k q3_k q4_k q5_k q6_k iq4_nl iq4_xs mxfp4-ggml"
                     )));
                 }
             }
@@ -176,7 +195,7 @@ impl Format {
     /// Columns that are encoded together: decoding starts at multiples of it, and rows of GGUF formats are multiples of it.
     pub fn block_cols(self) -> usize {
         match self {
-            Format::Int4(_) => 2,
+            Format::Int4(_) | Format::Int4Asym(_) | Format::Mxfp4 | Format::Nvfp4 => 2,
             _ => ggml::block(self).map_or(1, |(cols, _)| cols),
         }
     }
@@ -199,9 +218,16 @@ impl Format {
             Format::Int8(Group::Of(g)) | Format::Int8Offset(Group::Of(g)) => {
                 blocks(g.max(1) as usize, g.max(1) as usize)
             }
-            Format::Int4(Group::Row) => blocks(2, 1),
-            Format::Int4(Group::Of(g)) if g >= 2 && g % 2 == 0 => blocks(g as usize, g as usize / 2),
-            Format::Int4(Group::Of(g)) => Err(format!("INT4 groups must be even, got {g}")),
+            Format::Int4(Group::Row) | Format::Int4Asym(Group::Row) => blocks(2, 1),
+            Format::Int4(Group::Of(g)) | Format::Int4Asym(Group::Of(g)) if g >= 2 && g % 2 == 0 => {
+                blocks(g as usize, g as usize / 2)
+            }
+            Format::Int4(Group::Of(g)) | Format::Int4Asym(Group::Of(g)) => {
+                Err(format!("INT4 groups must be even, got {g}"))
+            }
+            Format::Mxfp4 => blocks(mx::COLS, mx::COLS / 2),
+            Format::Mxfp8 => blocks(mx::COLS, mx::COLS),
+            Format::Nvfp4 => blocks(mx::NV_COLS, mx::NV_COLS / 2),
             Format::Q8_0
             | Format::Q4_0
             | Format::Q4_1
@@ -226,22 +252,46 @@ impl Format {
         match self {
             Format::Fp8Block => Some((rows.div_ceil(fp8::TILE), cols.div_ceil(fp8::TILE))),
             Format::Fp8Channel => Some((rows, 1)),
-            Format::Int8(g) | Format::Int8Offset(g) | Format::Int4(g) => {
+            Format::Int8(g) | Format::Int8Offset(g) | Format::Int4(g) | Format::Int4Asym(g) => {
                 Some((rows, cols.div_ceil(g.cols(cols).max(1))))
             }
+            Format::Mxfp4 | Format::Mxfp8 => Some((rows, cols.div_ceil(mx::COLS))),
+            Format::Nvfp4 => Some((rows, cols.div_ceil(mx::NV_COLS))),
             _ => None,
         }
     }
 
-    /// Bytes of a whole matrix as stored, scales included (taken as F32 for FP8, INT8 per row, BF16 for groups).
+    /// Whether separate scales may be of a type.
+    pub fn takes_scales(self, kind: ScaleType) -> bool {
+        match self {
+            Format::Mxfp4 | Format::Mxfp8 => kind == ScaleType::E8m0,
+            Format::Nvfp4 => kind == ScaleType::E4m3,
+            Format::Fp8Block => kind != ScaleType::E4m3,
+            _ => kind != ScaleType::E8m0 && kind != ScaleType::E4m3,
+        }
+    }
+
+    /// Bytes of the zero points, for formats that have them: nibbles, those of eight rows in a word.
+    pub fn zero_point_bytes(self, rows: usize, cols: usize) -> usize {
+        match (self, self.scale_shape(rows, cols)) {
+            (Format::Int4Asym(_), Some((_, groups))) => rows.div_ceil(int::ZERO_ROWS) * groups * 4,
+            _ => 0,
+        }
+    }
+
+    /// Bytes of a whole matrix as stored, scales and zero points included (taken as F32 for FP8, INT8 per row, BF16 for groups of integers).
     pub fn stored_bytes(self, rows: usize, cols: usize) -> u64 {
         let codes = self.row_bytes(cols).unwrap_or(0) as u64 * rows as u64;
         let scale = match self {
-            Format::Int8(Group::Of(_)) | Format::Int8Offset(Group::Of(_)) | Format::Int4(Group::Of(_)) => 2,
+            Format::Int8(Group::Of(_))
+            | Format::Int8Offset(Group::Of(_))
+            | Format::Int4(Group::Of(_))
+            | Format::Int4Asym(Group::Of(_)) => 2,
+            Format::Mxfp4 | Format::Mxfp8 | Format::Nvfp4 => 1,
             _ => 4,
         };
         let scales = self.scale_shape(rows, cols).map_or(0, |(r, c)| r as u64 * c as u64 * scale);
-        codes + scales
+        codes + scales + self.zero_point_bytes(rows, cols) as u64
     }
 }
 
@@ -254,6 +304,19 @@ pub enum ScaleType {
     F16,
     /// Upper half of an F32.
     Bf16,
+    /// A power of two: one byte, its exponent plus 127.
+    E8m0,
+    /// E4M3, which a [`Global`] factor may go with.
+    E4m3,
+}
+
+/// What all scales of a matrix are multiplied with, or divided by.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Global {
+    /// ModelOpt's `weight_scale_2`.
+    Times(f32),
+    /// compressed-tensors' `weight_global_scale`.
+    Over(f32),
 }
 
 impl ScaleType {
@@ -262,16 +325,20 @@ impl ScaleType {
         match self {
             ScaleType::F32 => 4,
             ScaleType::F16 | ScaleType::Bf16 => 2,
+            ScaleType::E8m0 | ScaleType::E4m3 => 1,
         }
     }
 }
 
-/// The separate scale tensor of a matrix: `[rows, cols]` of [`Format::scale_shape`], row-major, contiguous.
+/// The separate scale tensor of a matrix: `[rows, cols]` of [`Format::scale_shape`], row-major.
 #[derive(Debug, Clone)]
 pub struct Scales {
     bytes: Bytes,
     kind: ScaleType,
     cols: usize,
+    /// Scales from one row to the next; more than `cols` when rows of two matrices alternate.
+    stride: usize,
+    global: Global,
 }
 
 impl Scales {
@@ -285,7 +352,7 @@ impl Scales {
         self.cols
     }
 
-    /// The stored bytes.
+    /// The stored bytes, from the first row's to the last one's.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
@@ -293,11 +360,16 @@ impl Scales {
     /// The scale at `[row, col]` of the scale tensor.
     #[inline]
     pub fn get(&self, row: usize, col: usize) -> f32 {
-        let i = row * self.cols + col;
+        let i = row * self.stride + col;
         match self.kind {
             ScaleType::F32 => float::f32_at(&self.bytes, i),
             ScaleType::F16 => float::f16_at(&self.bytes, i),
             ScaleType::Bf16 => float::bf16_at(&self.bytes, i),
+            ScaleType::E8m0 => mx::e8m0_to_f32(self.bytes[i]),
+            ScaleType::E4m3 => match self.global {
+                Global::Times(v) => fp8::E4M3[self.bytes[i] as usize] * v,
+                Global::Over(v) => fp8::E4M3[self.bytes[i] as usize] / v,
+            },
         }
     }
 }
@@ -315,6 +387,8 @@ pub struct Matrix {
     /// Bytes from one row to the next; more than `row_bytes` when rows of two matrices alternate.
     stride: usize,
     scales: Option<Scales>,
+    /// Of [`Format::zero_point_bytes`]; without them zero points are 8.
+    zeros: Option<Bytes>,
 }
 
 impl Matrix {
@@ -340,6 +414,9 @@ impl Matrix {
             (Some((r, c)), None) => {
                 return Err(format!("{format} [{rows}, {cols}] needs scales [{r}, {c}], found none"));
             }
+            (Some(_), Some((_, kind))) if !format.takes_scales(kind) => {
+                return Err(format!("{format} has no scales of type {kind:?}"));
+            }
             (Some((r, c)), Some((bytes, kind))) => {
                 let want = r.checked_mul(c).and_then(|n| n.checked_mul(kind.bytes())).ok_or("shape overflows")?;
                 if bytes.len() != want {
@@ -348,10 +425,37 @@ impl Matrix {
                         bytes.len()
                     ));
                 }
-                Some(Scales { bytes, kind, cols: c })
+                Some(Scales { bytes, kind, cols: c, stride: c, global: Global::Times(1.0) })
             }
         };
-        Ok(Matrix { format, rows, cols, codes, row_bytes, stride: row_bytes, scales })
+        Ok(Matrix { format, rows, cols, codes, row_bytes, stride: row_bytes, scales, zeros: None })
+    }
+
+    /// Sets the factor of all E4M3 scales; without, it is 1. Nothing else has one.
+    pub fn with_global_scale(mut self, global: Global) -> Self {
+        if let Some(scales) = &mut self.scales {
+            scales.global = global;
+        }
+        self
+    }
+
+    /// Adds the zero points of an asymmetric format: words `[ceil(rows / 8), groups]`, row `n`'s in nibble `n % 8` of row `n / 8`.
+    /// Without them all are 8.
+    ///
+    /// # Errors
+    /// Another format, or another length.
+    pub fn with_zero_points(self, zeros: Bytes) -> Result<Self, String> {
+        let want = self.format.zero_point_bytes(self.rows, self.cols);
+        if want == 0 || zeros.len() != want {
+            let (format, rows, cols) = (self.format, self.rows, self.cols);
+            return Err(format!("{format} [{rows}, {cols}] takes {want} bytes of zero points, found {}", zeros.len()));
+        }
+        Ok(Matrix { zeros: Some(zeros), ..self })
+    }
+
+    /// The zero points, where there are some.
+    pub fn zero_points(&self) -> Option<&Bytes> {
+        self.zeros.as_ref()
     }
 
     /// How the matrix is encoded.
@@ -397,7 +501,12 @@ impl Matrix {
 
     /// Bytes of codes and scales that this handle covers.
     pub fn byte_len(&self) -> u64 {
-        (self.rows * self.row_bytes) as u64 + self.scales.as_ref().map_or(0, |s| s.bytes.len() as u64)
+        let scales = self.scales.as_ref().map_or(0, |s| self.scale_rows() * s.cols * s.kind.bytes());
+        (self.rows * self.row_bytes + scales + self.zeros.as_ref().map_or(0, Bytes::len)) as u64
+    }
+
+    fn scale_rows(&self) -> usize {
+        self.format.scale_shape(self.rows, self.cols).map_or(0, |shape| shape.0)
     }
 
     /// Rows `first`, `first + step`, … (`count` of them) as a matrix of their own, without copying.
@@ -416,19 +525,26 @@ impl Matrix {
         let scales = match &self.scales {
             None => None,
             Some(s) => {
-                let rows_per_scale = if self.format == Format::Fp8Block { fp8::TILE } else { 1 };
-                if step != 1 || !first.is_multiple_of(rows_per_scale) {
+                let tall = if self.format == Format::Fp8Block { fp8::TILE } else { 1 };
+                let shared = if self.zeros.is_some() { int::ZERO_ROWS } else { tall };
+                if shared > 1 && (step != 1 || !first.is_multiple_of(shared)) {
                     return Err(format!(
                         "{} cannot be split at row {first}, step {step}: rows share scales",
                         self.format
                     ));
                 }
-                let row = s.cols * s.kind.bytes();
-                let (r0, r1) = (first / rows_per_scale, (first + count).div_ceil(rows_per_scale));
-                Some(Scales { bytes: s.bytes.slice(r0 * row..r1 * row), ..s.clone() })
+                let last = (first + (count - 1) * step) / tall;
+                let range = first / tall * s.stride..last * s.stride + s.cols;
+                let bytes = s.bytes.slice(range.start * s.kind.bytes()..range.end * s.kind.bytes());
+                Some(Scales { bytes, stride: s.stride * step, ..s.clone() })
             }
         };
+        let zeros = self.zeros.as_ref().map(|zeros| {
+            let row = zeros.len() / self.rows.div_ceil(int::ZERO_ROWS);
+            zeros.slice(first / int::ZERO_ROWS * row..(first + count).div_ceil(int::ZERO_ROWS) * row)
+        });
         Ok(Matrix {
+            zeros,
             rows: count,
             codes: self.codes.slice(begin..end),
             stride: self.stride * step,
@@ -450,7 +566,10 @@ impl Matrix {
         match self.format {
             Format::F32 | Format::F16 | Format::Bf16 => float::decode(self, row, start, out),
             Format::Fp8Block | Format::Fp8Channel => fp8::decode(self, row, start, out),
-            Format::Int8(_) | Format::Int8Offset(_) | Format::Int4(_) => int::decode(self, row, start, out),
+            Format::Int8(_) | Format::Int8Offset(_) | Format::Int4(_) | Format::Int4Asym(_) => {
+                int::decode(self, row, start, out)
+            }
+            Format::Mxfp4 | Format::Mxfp8 | Format::Nvfp4 => mx::decode(self, row, start, out),
             Format::Q8_0
             | Format::Q4_0
             | Format::Q4_1
@@ -487,11 +606,10 @@ impl Matrix {
     /// Names the first scale that is not a finite number.
     pub fn check_scales(&self) -> Result<(), String> {
         if let Some(s) = &self.scales {
-            let n = s.bytes.len() / s.kind.bytes();
-            for i in 0..n {
-                let v = s.get(i / s.cols, i % s.cols);
+            for (row, col) in (0..self.scale_rows()).flat_map(|r| (0..s.cols).map(move |c| (r, c))) {
+                let v = s.get(row, col);
                 if !v.is_finite() {
-                    return Err(format!("scale [{}, {}] is {v}", i / s.cols, i % s.cols));
+                    return Err(format!("scale [{row}, {col}] is {v}"));
                 }
             }
         }

@@ -2,7 +2,7 @@
 //!
 //! Encoders work on bands of rows in parallel and give the same bytes for any number of threads. Scales of integer formats
 //! are searched so that the squared error of the decoded values is smallest; no calibration data is used. Separate scales
-//! are F32 where they are per row or tile, BF16 where they are per group.
+//! are F32 where they are per row or tile, BF16 where they are per group, powers of two in MX formats.
 //!
 //! [`Requantized`] is a source whose experts are re-encoded as they are read.
 
@@ -16,7 +16,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use rayon::prelude::*;
 
-use crate::format::{Format, Group, Matrix, ScaleType, fp8};
+use crate::format::{Format, Global, Group, Matrix, ScaleType, fp8, int};
 
 pub use source::Requantized;
 
@@ -78,7 +78,12 @@ pub fn relative_error(reference: &[f32], got: &[f32]) -> Errors {
 /// Type of the separate scales that encoding to a format writes.
 pub(crate) fn scale_type(format: Format) -> ScaleType {
     match format {
-        Format::Int8(Group::Of(_)) | Format::Int8Offset(Group::Of(_)) | Format::Int4(Group::Of(_)) => ScaleType::Bf16,
+        Format::Int8(Group::Of(_))
+        | Format::Int8Offset(Group::Of(_))
+        | Format::Int4(Group::Of(_))
+        | Format::Int4Asym(Group::Of(_)) => ScaleType::Bf16,
+        Format::Mxfp4 | Format::Mxfp8 => ScaleType::E8m0,
+        Format::Nvfp4 => ScaleType::E4m3,
         _ => ScaleType::F32,
     }
 }
@@ -100,31 +105,49 @@ fn encode_bands(
     let kind = scale_type(format);
     let (scale_rows, scale_cols) = format.scale_shape(rows, cols).unwrap_or((0, 0));
     let mut codes = vec![0u8; rows.checked_mul(row_bytes).ok_or_else(overflow)?];
+    let mut zeros = vec![0u8; format.zero_point_bytes(rows, cols)];
     let mut scales = vec![0u8; scale_rows * scale_cols * kind.bytes()];
 
     let band = band_rows(format);
     let band_scale_bytes = scales.len() / scale_rows.max(1) * if format == Format::Fp8Block { 1 } else { band };
+    let band_zero_bytes = zeros.len() / rows.div_ceil(int::ZERO_ROWS).max(1) * (band / int::ZERO_ROWS);
     let mut bands = Vec::with_capacity(rows.div_ceil(band));
-    let (mut codes_left, mut scales_left) = (&mut codes[..], &mut scales[..]);
+    let (mut codes_left, mut scales_left, mut zeros_left) = (&mut codes[..], &mut scales[..], &mut zeros[..]);
     for first in (0..rows).step_by(band) {
         let range = first..rows.min(first + band);
         let codes = codes_left.split_off_mut(..range.len() * row_bytes).ok_or_else(overflow)?;
         let scales = scales_left.split_off_mut(..band_scale_bytes.min(scales_left.len())).ok_or_else(overflow)?;
-        bands.push((range, codes, scales));
+        let zeros = zeros_left.split_off_mut(..band_zero_bytes.min(zeros_left.len())).ok_or_else(overflow)?;
+        bands.push((range, codes, scales, zeros));
     }
-    bands.into_par_iter().try_for_each_init(Vec::new, |values, (range, codes, scales)| {
+    // NVFP4's factor makes the largest value that of the largest code and scale.
+    let global = if format == Format::Nvfp4 {
+        let amax = bands.par_iter().map_init(Vec::new, |values, (range, ..)| {
+            values.resize(range.len() * cols, 0.0);
+            read(range.clone(), values);
+            rows::amax(values)
+        });
+        rows::divisor(amax.reduce(|| 0.0, f32::max), 448.0 * 6.0)
+    } else {
+        1.0
+    };
+    bands.into_par_iter().try_for_each_init(Vec::new, |values, (range, codes, scales, zeros)| {
         let first = range.start;
         values.resize(range.len() * cols, 0.0);
         read(range, values);
         if let Some(i) = rows::unfit(format, values) {
             return Err(format!("{format} cannot hold value [{}, {}], {}", first + i / cols, i % cols, values[i]));
         }
-        rows::encode(format, cols, values, codes, scales);
+        rows::encode(format, cols, values, codes, scales, (zeros, global));
         Ok(())
     })?;
 
     let scales = format.scale_shape(rows, cols).map(|_| (Bytes::from(scales), kind));
-    let matrix = Matrix::new(format, rows, cols, Bytes::from(codes), scales)?;
+    let mut matrix =
+        Matrix::new(format, rows, cols, Bytes::from(codes), scales)?.with_global_scale(Global::Times(global));
+    if !zeros.is_empty() {
+        matrix = matrix.with_zero_points(zeros.into())?;
+    }
     matrix.check_scales().map_err(|e| format!("values are too large for {format}: {e}"))?;
     Ok(matrix)
 }

@@ -1,9 +1,11 @@
 //! Encoders of floating-point, FP8, and integer rows.
 
 use super::blocks;
-use super::search::{nearest, symmetric_scale};
+use super::search::{nearest, reciprocal, scale_and_zero, symmetric_scale};
 use crate::format::float::{bf16_to_f32, f32_to_bf16};
-use crate::format::fp8::{TILE, f32_to_e4m3};
+use crate::format::fp8::{E4M3, TILE, f32_to_e4m3};
+use crate::format::int::zero_point_at;
+use crate::format::mx::{self, E2M1, e8m0_to_f32, f32_to_e2m1};
 use crate::format::{Format, Group};
 
 /// Position of the first value that the format cannot hold, whatever its scales.
@@ -16,8 +18,16 @@ pub(super) fn unfit(format: Format, values: &[f32]) -> Option<usize> {
     }
 }
 
-/// Encodes a band of whole rows into its codes and, where the format has them, its separate scales.
-pub(super) fn encode(format: Format, cols: usize, values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
+/// Encodes a band of whole rows into its codes and, where the format has them, its separate scales and zero points; `global` is
+/// the factor of NVFP4's scales.
+pub(super) fn encode(
+    format: Format,
+    cols: usize,
+    values: &[f32],
+    codes: &mut [u8],
+    scales: &mut [u8],
+    (zeros, global): (&mut [u8], f32),
+) {
     match format {
         Format::F32 => copy(values, codes, f32::to_le_bytes),
         Format::F16 => copy(values, codes, |v| half::f16::from_f32(v).to_le_bytes()),
@@ -38,6 +48,40 @@ pub(super) fn encode(format: Format, cols: usize, values: &[f32], codes: &mut [u
             groups(group, cols, values, codes, scales, 1, |v, stored, codes| int8(v, 0x80, stored, codes));
         }
         Format::Int4(group) => groups(group, cols, values, codes, scales, 2, int4),
+        Format::Int4Asym(group) => {
+            let per_row = cols / group.cols(cols).max(1);
+            let mut index = 0;
+            groups(group, cols, values, codes, scales, 2, |v, stored, codes| {
+                let (scale, zero) = int4_asymmetric(v, stored, codes);
+                let (at, shift) = zero_point_at(index / per_row, index % per_row, per_row);
+                zeros[at] |= zero << shift;
+                index += 1;
+                scale
+            });
+        }
+        Format::Mxfp4 => microscaled(
+            values,
+            codes,
+            scales,
+            2,
+            |v| E2M1[f32_to_e2m1(v) as usize],
+            |v, codes| {
+                for (byte, v) in codes.iter_mut().zip(v.as_chunks::<2>().0) {
+                    *byte = f32_to_e2m1(v[0]) | f32_to_e2m1(v[1]) << 4;
+                }
+            },
+        ),
+        Format::Mxfp8 => microscaled(
+            values,
+            codes,
+            scales,
+            8,
+            |v| E4M3[f32_to_e4m3(v) as usize],
+            |v, codes| {
+                codes.iter_mut().zip(v).for_each(|(code, &v)| *code = f32_to_e4m3(v));
+            },
+        ),
+        Format::Nvfp4 => nvfp4(values, codes, scales, global),
         Format::Q8_0 => each(values, codes, blocks::q8_0),
         Format::Q4_0 => each(values, codes, blocks::q4_0),
         Format::Q4K => each(values, codes, blocks::q4k),
@@ -83,7 +127,7 @@ pub(super) fn amax(values: &[f32]) -> f32 {
 }
 
 /// The scale that maps `amax` to `largest`; 1 for values so small that they count as zero.
-fn divisor(amax: f32, largest: f32) -> f32 {
+pub(super) fn divisor(amax: f32, largest: f32) -> f32 {
     let s = amax / largest;
     if s.is_normal() { s } else { 1.0 }
 }
@@ -116,7 +160,7 @@ fn groups(
     codes: &mut [u8],
     scales: &mut [u8],
     per_byte: usize,
-    encode: impl Fn(&[f32], fn(f32) -> f32, &mut [u8]) -> f32,
+    mut encode: impl FnMut(&[f32], fn(f32) -> f32, &mut [u8]) -> f32,
 ) {
     let size = group.cols(cols).max(1);
     let all = values.chunks_exact(size).zip(codes.chunks_exact_mut((size / per_byte).max(1)));
@@ -152,4 +196,63 @@ fn int4(values: &[f32], stored: fn(f32) -> f32, codes: &mut [u8]) -> f32 {
         *byte = code(v[0]) | code(v[1]) << 4;
     }
     scale
+}
+
+/// Scale and zero point of a group.
+fn int4_asymmetric(values: &[f32], stored: fn(f32) -> f32, codes: &mut [u8]) -> (f32, u8) {
+    let (scale, zero) = scale_and_zero(values, stored);
+    let inverse = 1.0 / scale;
+    let code = |v: f32| (nearest(v * inverse) + zero).clamp(0.0, 15.0) as i32 as u8;
+    for (byte, v) in codes.iter_mut().zip(values.as_chunks::<2>().0) {
+        *byte = code(v[0]) | code(v[1]) << 4;
+    }
+    (scale, zero as i32 as u8)
+}
+
+fn nvfp4(values: &[f32], codes: &mut [u8], scales: &mut [u8], global: f32) {
+    let groups = values.as_chunks::<{ mx::NV_COLS }>().0.iter().zip(codes.as_chunks_mut::<{ mx::NV_COLS / 2 }>().0);
+    for ((values, codes), scale) in groups.zip(scales) {
+        let middle = f32_to_e4m3(amax(values) / 6.0 / global);
+        let mut best = f32::INFINITY;
+        // The scale of the largest value, and its neighbours.
+        for code in [middle, middle.saturating_sub(1), (middle + 1).min(0x7e)] {
+            let s = E4M3[code as usize] * global;
+            let inverse = reciprocal(s);
+            let rounded = values.map(|v| f32_to_e2m1(v * inverse));
+            let unit = 1.0 / global;
+            let error =
+                values.iter().zip(rounded).map(|(v, q)| ((v - E2M1[q as usize] * s) * unit).powi(2)).sum::<f32>();
+            if error < best {
+                (best, *scale) = (error, code);
+                for (byte, q) in codes.iter_mut().zip(rounded.as_chunks::<2>().0) {
+                    *byte = q[0] | q[1] << 4;
+                }
+            }
+        }
+    }
+}
+
+/// Groups of 32 with a power of two as scale. `top` is the exponent of the largest value that codes have; `round` takes a value to
+/// the nearest of them, `store` writes the codes of a group.
+fn microscaled(
+    values: &[f32],
+    codes: &mut [u8],
+    scales: &mut [u8],
+    top: i32,
+    round: impl Fn(f32) -> f32,
+    store: impl Fn(&[f32; mx::COLS], &mut [u8]),
+) {
+    let bytes = codes.len() / scales.len().max(1);
+    for ((values, codes), scale) in
+        values.as_chunks::<{ mx::COLS }>().0.iter().zip(codes.chunks_exact_mut(bytes.max(1))).zip(scales)
+    {
+        // The exponent that keeps the largest value within the codes' last power of two, perhaps clipping it, and the one above.
+        let low = ((amax(values).to_bits() >> 23) as i32 - top).clamp(0, 254) as u8;
+        let scaled = |u: u8| values.map(|v| v / e8m0_to_f32(u));
+        let error =
+            |u: u8| scaled(u).iter().map(|&v| (v - round(v)).powi(2)).sum::<f32>() * if u == low { 1.0 } else { 4.0 };
+        let high = low.saturating_add(1).min(254);
+        *scale = if error(high) < error(low) { high } else { low };
+        store(&scaled(*scale), codes);
+    }
 }

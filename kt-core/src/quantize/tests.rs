@@ -5,7 +5,7 @@ use crate::layer::Proj;
 use crate::source::WeightSource;
 use crate::source::synthetic::SyntheticSource;
 
-const FORMATS: [Format; 24] = [
+const FORMATS: [Format; 29] = [
     Format::F32,
     Format::F16,
     Format::Bf16,
@@ -17,6 +17,11 @@ const FORMATS: [Format; 24] = [
     Format::Int8Offset(Group::Of(16)),
     Format::Int4(Group::Row),
     Format::Int4(Group::Of(32)),
+    Format::Int4Asym(Group::Row),
+    Format::Int4Asym(Group::Of(32)),
+    Format::Mxfp4,
+    Format::Mxfp8,
+    Format::Nvfp4,
     Format::Q8_0,
     Format::Q4_0,
     Format::Q4K,
@@ -56,7 +61,8 @@ fn tiny_model() -> Vec<(usize, usize, Vec<f32>)> {
 
 #[test]
 fn errors_on_a_trained_model_are_at_most_those_of_common_encoders() {
-    // Relative RMS errors of round-to-nearest encoders on this model: amax scales, and ggml's own for GGUF types.
+    // Relative RMS errors of round-to-nearest encoders on this model: amax scales (asymmetric: of minimum and maximum; of MX formats the power of
+    // two of amax), and ggml's own for GGUF types.
     let bounds = [
         (Format::Bf16, 0.0),
         (Format::Fp8Block, 0.0265),
@@ -66,6 +72,12 @@ fn errors_on_a_trained_model_are_at_most_those_of_common_encoders() {
         (Format::Int4(Group::Row), 0.1255),
         (Format::Int4(Group::Of(128)), 0.1102),
         (Format::Int4(Group::Of(32)), 0.0944),
+        (Format::Int4Asym(Group::Row), 0.1085),
+        (Format::Int4Asym(Group::Of(128)), 0.1000),
+        (Format::Int4Asym(Group::Of(32)), 0.0804),
+        (Format::Mxfp4, 0.1159),
+        (Format::Mxfp8, 0.0300),
+        (Format::Nvfp4, 0.0952),
         (Format::Q8_0, 0.0053),
         (Format::Q6K, 0.0177),
         (Format::Q5K, 0.0360),
@@ -118,12 +130,12 @@ fn every_format_and_awkward_shape_comes_back_close() {
                 Format::F16 => 3e-4,
                 Format::Bf16 => 2e-3,
                 Format::Int8(_) | Format::Int8Offset(_) | Format::Q8_0 => 0.01,
-                Format::Fp8Block | Format::Fp8Channel => 0.03,
+                Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => 0.03,
                 Format::Q6K => 0.02,
                 Format::Q5K | Format::Q5_0 | Format::Q5_1 => 0.05,
                 Format::Q3K => 0.19,
                 Format::Q2K => 0.3,
-                Format::Mxfp4Ggml => 0.14,
+                Format::Mxfp4Ggml | Format::Mxfp4 => 0.14,
                 _ => 0.13,
             };
             assert!(error <= bound, "{format} [{rows}, {cols}]: {error}");
@@ -139,7 +151,7 @@ fn the_number_of_threads_does_not_matter() {
         let bytes = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let m = pool.install(|| encode(format, 150, 256, &values)).unwrap();
-            (m.codes().clone(), m.scales().map(|s| s.bytes().to_vec()))
+            (m.codes().clone(), m.scales().map(|s| s.bytes().to_vec()), m.zero_points().cloned())
         };
         assert_eq!(bytes(1), bytes(3), "{format}");
     }
@@ -178,8 +190,8 @@ fn constant_positive_tiny_and_huge_rows_are_no_trouble() {
         let mut values = vec![1e-3; 256];
         values[77] = 5e3;
         let error = relative_error(&values, &encode(format, 1, 256, &values).unwrap().decode()).rms_ratio;
-        // Nothing between 4 and 6 times a power of two is an MXFP4 number; 5000 lies between 4096 and 6144.
-        let bound = if format == Format::Mxfp4Ggml { 0.19 } else { 0.05 };
+        // Steps between the largest E2M1 values are a third or half of them: 5000 lies between 4096 and 6144.
+        let bound = if matches!(format, Format::Mxfp4 | Format::Mxfp4Ggml | Format::Nvfp4) { 0.2 } else { 0.05 };
         assert!(error < bound, "{format} with an outlier: {error}");
     }
 }
@@ -238,6 +250,7 @@ fn requantized_experts_are_those_of_encode() {
             assert_eq!(to.format(), layer.format(proj));
             assert_eq!(to.codes(), want.codes());
             assert_eq!(to.scales().map(|s| s.bytes()), want.scales().map(|s| s.bytes()));
+            assert_eq!(to.zero_points(), want.zero_points());
             assert_eq!(source.bias(layer.index, 2, proj).unwrap(), plain.bias(layer.index, 2, proj).unwrap());
         }
     }

@@ -20,7 +20,8 @@ pub enum ExpertNames {
     /// `{stem}.gate_up_proj`: `[experts, 2 * intermediate, hidden]`, gate's rows first, and `{stem}.down_proj`:
     /// `[experts, hidden, intermediate]`. Where they are absent, names as in `Each` are used (FP8 variants have those).
     Packed(&'static str, [&'static str; 3]),
-    /// As `Packed`, but the rows of gate and up alternate.
+    /// As `Packed`, but the rows of gate and up alternate, there are biases (`gate_up_proj_bias`, `down_proj_bias`), and weights are
+    /// MXFP4: `gate_up_proj_blocks` and `gate_up_proj_scales`, ….
     Alternating(&'static str),
 }
 

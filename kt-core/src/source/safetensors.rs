@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::format::{Format, Matrix};
 use crate::layer::{LayerSpec, Proj};
 use crate::routing::Routing;
-use linear::{linear, plain, plain_format};
+use linear::{linear, mxfp4, plain, plain_format};
 use shards::{Files, Shards, Tensor};
 
 /// No dimension of a model is larger: keeps products of two of them far from overflowing.
@@ -111,10 +111,10 @@ impl SafetensorsSource {
                 activation: self.family.activation,
                 biases: false,
             };
-            self.refuse_alternating(index)?;
+            self.check_alternating(&mut spec)?;
             for proj in Proj::ALL {
                 spec.formats[proj.index()] = match self.packed(index, proj) {
-                    Some((name, t)) => self.packed_format(name, t, &spec, proj)?,
+                    Some(packed) => self.packed_format(packed, &spec, proj)?,
                     None => self.common_format(&spec, proj)?,
                 };
             }
@@ -148,9 +148,19 @@ impl SafetensorsSource {
         common.ok_or_else(|| Error::file(self.shards.path(), "a layer without experts"))
     }
 
-    fn packed_format(&self, name: &str, t: &Tensor, spec: &LayerSpec, proj: Proj) -> Result<Format> {
+    fn packed_format(&self, (name, t): (&str, &Tensor), spec: &LayerSpec, proj: Proj) -> Result<Format> {
         let (rows, cols) = spec.shape(proj);
         let tall = if proj == Proj::Down { rows } else { 2 * rows };
+        if let ExpertNames::Alternating(_) = self.family.experts {
+            let all = self.all_experts(name)?;
+            if t.shape[..2] != [spec.experts, tall] || all.cols() != cols {
+                let (shape, wide) = (&t.shape[..2], all.cols());
+                let what =
+                    format!("holds {shape:?} rows of {wide}, but by the config [{}, {tall}] of {cols}", spec.experts);
+                return Err(self.shards.fail(name, what));
+            }
+            return Ok(all.format());
+        }
         if t.shape != [spec.experts, tall, cols] {
             let what = format!("has shape {:?}, but by the config it is [{}, {tall}, {cols}]", t.shape, spec.experts);
             return Err(self.shards.fail(name, what));
@@ -160,26 +170,66 @@ impl SafetensorsSource {
         })
     }
 
-    /// The layouts of gpt-oss.
-    fn refuse_alternating(&self, layer: usize) -> Result<()> {
+    /// The layouts of gpt-oss: MXFP4 tensors that must be there, and biases.
+    fn check_alternating(&self, spec: &mut LayerSpec) -> Result<()> {
         let ExpertNames::Alternating(stem) = self.family.experts else { return Ok(()) };
-        let name = format!("{}{layer}.{stem}.gate_up_proj", self.prefix);
-        let blocks = format!("{name}_blocks");
-        let (name, what) = if self.shards.get(&blocks).is_some() {
-            (blocks, "experts in MXFP4 format are not supported yet")
-        } else if self.shards.get(&name).is_some() {
-            (name, "experts whose gate and up alternate are not supported yet")
-        } else {
-            (blocks, "missing from the checkpoint")
-        };
-        Err(self.shards.fail(&name, what))
+        for proj in [Proj::Gate, Proj::Down] {
+            let name = format!("{}{}.{stem}.{}", self.prefix, spec.index, fused(proj));
+            let blocks = format!("{name}_blocks");
+            if self.shards.get(&blocks).is_some() {
+                continue;
+            }
+            return Err(match self.shards.get(&name) {
+                Some(_) => self.shards.fail(&name, "experts of gpt-oss that are not in MXFP4 are not supported yet"),
+                None => self.shards.fail(&blocks, "missing from the checkpoint"),
+            });
+        }
+        for proj in [Proj::Gate, Proj::Down] {
+            let (name, bias) = self.biases(spec.index, proj)?;
+            let tall = if proj == Proj::Down { spec.hidden } else { 2 * spec.intermediate };
+            if (bias.rows(), bias.cols()) != (spec.experts, tall) {
+                let (rows, cols) = (bias.rows(), bias.cols());
+                let what = format!("is [{rows}, {cols}], but by the config it is [{}, {tall}]", spec.experts);
+                return Err(self.shards.fail(&name, what));
+            }
+        }
+        spec.biases = true;
+        Ok(())
+    }
+
+    /// Biases of a projection of all experts, those of gate and up alternating, and the tensor's name.
+    fn biases(&self, layer: usize, proj: Proj) -> Result<(String, Matrix)> {
+        let name = format!("{}{layer}.{}.{}_bias", self.prefix, self.family.expert_stem(), fused(proj));
+        let bias = plain(&self.shards, &name)?;
+        Ok((name, bias))
     }
 
     /// The tensor that holds a projection of all experts of a layer, where there is one.
     fn packed(&self, layer: usize, proj: Proj) -> Option<(&str, &Tensor)> {
-        let ExpertNames::Packed(stem, _) = self.family.experts else { return None };
-        let name = if proj == Proj::Down { "down_proj" } else { "gate_up_proj" };
-        self.shards.get(&format!("{}{layer}.{stem}.{name}", self.prefix))
+        let (stem, suffix) = match self.family.experts {
+            ExpertNames::Packed(stem, _) => (stem, ""),
+            ExpertNames::Alternating(stem) => (stem, "_blocks"),
+            ExpertNames::Each(..) => return None,
+        };
+        self.shards.get(&format!("{}{layer}.{stem}.{}{suffix}", self.prefix, fused(proj)))
+    }
+
+    /// What [`packed`](Self::packed) names, as one matrix of all experts.
+    fn all_experts(&self, name: &str) -> Result<Matrix> {
+        let (Some(stem), Some(codes)) = (name.strip_suffix("_blocks"), self.shards.get(name)) else {
+            return plain(&self.shards, name);
+        };
+        let scales = format!("{stem}_scales");
+        let scales =
+            self.shards.get(&scales).ok_or_else(|| self.shards.fail(&scales, "missing from the checkpoint"))?;
+        if codes.1.shape.len() != 4 || scales.1.shape.len() != 3 {
+            let what = format!(
+                "has shape {:?} and scales {:?}: four and three dimensions are due",
+                codes.1.shape, scales.1.shape
+            );
+            return Err(self.shards.fail(name, what));
+        }
+        mxfp4(&self.shards, codes, scales)
     }
 
     /// The linear layer of a projection of one expert.
@@ -203,6 +253,11 @@ impl SafetensorsSource {
     }
 }
 
+/// The tensor of a projection in names of all experts together.
+fn fused(proj: Proj) -> &'static str {
+    if proj == Proj::Down { "down_proj" } else { "gate_up_proj" }
+}
+
 /// A count in the config, which must be there.
 fn config_count(config: &Value, file: &Path, keys: &[&str]) -> Result<usize> {
     let found = count(config, keys).filter(|n| (1..=MOST).contains(n));
@@ -211,11 +266,11 @@ fn config_count(config: &Value, file: &Path, keys: &[&str]) -> Result<usize> {
     })
 }
 
-/// Refuses FP8 blocks other than 128 x 128, which the shape of the scales cannot always tell.
+/// Refuses FP8 blocks other than 128 x 128 and MXFP8's 1 x 32, which the shape of the scales cannot always tell.
 fn check_blocks(config: &Value, text: &Value, file: &Path) -> Result<()> {
     let size = [config, text].into_iter().find_map(|c| c.get("quantization_config")?.get("weight_block_size"));
     match size.filter(|s| !s.is_null()) {
-        Some(size) if *size != serde_json::json!([128, 128]) => {
+        Some(size) if ![[128, 128], [1, 32]].iter().any(|known| *size == serde_json::json!(known)) => {
             let what = format!("is {size}; blocks of [128, 128] are supported");
             Err(Error::tensor(file, "quantization_config.weight_block_size", what))
         }
@@ -243,13 +298,30 @@ impl WeightSource for SafetensorsSource {
             }
             return Ok(m);
         };
-        let (tall, first) = match proj {
-            Proj::Gate => (2 * rows, 0),
-            Proj::Up => (2 * rows, rows),
-            Proj::Down => (rows, 0),
+        let alternating = matches!(self.family.experts, ExpertNames::Alternating(_));
+        let (tall, first, step) = match (proj, alternating) {
+            (Proj::Gate, false) => (2 * rows, 0, 1),
+            (Proj::Up, false) => (2 * rows, rows, 1),
+            (Proj::Gate, true) => (2 * rows, 0, 2),
+            (Proj::Up, true) => (2 * rows, 1, 2),
+            (Proj::Down, _) => (rows, 0, 1),
         };
-        let all = plain(&self.shards, name)?;
-        all.select_rows(expert * tall + first, 1, rows).map_err(|e| self.shards.fail(name, e))
+        let all = self.all_experts(name)?;
+        all.select_rows(expert * tall + first, step, rows).map_err(|e| self.shards.fail(name, e))
+    }
+
+    fn bias(&self, layer: usize, expert: usize, proj: Proj) -> Result<Option<Vec<f32>>> {
+        if !self.spec(layer, expert)?.biases {
+            return Ok(None);
+        }
+        let (_, all) = self.biases(layer, proj)?;
+        let mut bias = vec![0.0; all.cols()];
+        all.decode_row(expert, &mut bias);
+        Ok(Some(match proj {
+            Proj::Gate => bias.into_iter().step_by(2).collect(),
+            Proj::Up => bias.into_iter().skip(1).step_by(2).collect(),
+            Proj::Down => bias,
+        }))
     }
 
     fn tensor_name(&self, layer: usize, expert: usize, proj: Proj) -> (PathBuf, String) {
@@ -268,7 +340,13 @@ impl WeightSource for SafetensorsSource {
     fn release(&self, layer: usize, expert: usize) {
         for proj in Proj::ALL {
             match self.packed(layer, proj) {
-                Some((name, t)) => self.shards.release(name, expert, t.shape.first().copied().unwrap_or(1)),
+                Some((name, t)) => {
+                    let parts = t.shape.first().copied().unwrap_or(1);
+                    self.shards.release(name, expert, parts);
+                    if let Some(stem) = name.strip_suffix("_blocks") {
+                        self.shards.release(&format!("{stem}_scales"), expert, parts);
+                    }
+                }
                 None => self.release_tensor(&format!("{}.weight", self.base(layer, expert, proj))),
             }
         }
@@ -277,7 +355,7 @@ impl WeightSource for SafetensorsSource {
     fn release_tensor(&self, name: &str) {
         self.shards.release(name, 0, 1);
         if let Some(base) = name.strip_suffix(".weight") {
-            for suffix in ["weight_packed", "weight_scale", "weight_scale_inv"] {
+            for suffix in ["weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "scale"] {
                 self.shards.release(&format!("{base}.{suffix}"), 0, 1);
             }
         }

@@ -14,7 +14,8 @@ use crate::activation::{Activation, exp};
 use crate::error::{Error, Result};
 use crate::format::float::f32_to_bf16;
 use crate::format::fp8::{E4M3, f32_to_e4m3};
-use crate::format::{Format, Matrix, ScaleType, ggml};
+use crate::format::mx::{E2M1, e8m0_to_f32, f32_to_e2m1};
+use crate::format::{Format, Global, Matrix, ScaleType, ggml};
 use crate::layer::{LayerSpec, Proj};
 use crate::quantize::scale_type;
 use crate::routing::{Routing, Rule};
@@ -309,6 +310,8 @@ struct Tables {
     int8: Codes,
     /// Pairs of nibbles, minus 8.
     nibbles: Codes,
+    /// Pairs of nibbles, E2M1.
+    e2m1: Codes,
     /// Pairs of nibbles, minus 7.5.
     centred_nibbles: Codes,
     /// Pairs of nibbles, for values of IQ4 types.
@@ -338,6 +341,11 @@ static TABLES: LazyLock<Tables> = LazyLock::new(|| {
         }),
         int8,
         nibbles: Codes::nibbles(8.0),
+        e2m1: Codes::of(&quantiles::<64>(), |v| {
+            let code = f32_to_e2m1(v * 2.2);
+            (code, E2M1[code as usize])
+        })
+        .paired(),
         centred_nibbles: Codes::nibbles(7.5),
         iq4: Codes::nearest(ggml::IQ4_VALUES.map(f32::from), 45.0),
         fp4: Codes::nearest(ggml::MXFP4_HALVES.map(|v| f32::from(v) * 0.5), 2.3),
@@ -380,14 +388,15 @@ fn generate(mut random: Random, format: Format, rows: usize, cols: usize) -> Res
         Format::F32 => (floats(&mut random, rows * cols, |v| (v * deviation).to_le_bytes()), None),
         Format::F16 => (floats(&mut random, rows * cols, |v| f16(v * deviation)), None),
         Format::Bf16 => (floats(&mut random, rows * cols, |v| f32_to_bf16(v * deviation).to_le_bytes()), None),
-        Format::Fp8Block | Format::Fp8Channel => (bytes(&mut random, size, &t.fp8), Some(&t.fp8)),
+        Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => (bytes(&mut random, size, &t.fp8), Some(&t.fp8)),
+        Format::Mxfp4 | Format::Nvfp4 => (bytes(&mut random, size, &t.e2m1), Some(&t.e2m1)),
         Format::Int8(_) => (bytes(&mut random, size, &t.int8), Some(&t.int8)),
         Format::Int8Offset(_) => {
             let mut codes = bytes(&mut random, size, &t.int8);
             codes.iter_mut().for_each(|c| *c ^= 0x80);
             (codes, Some(&t.int8))
         }
-        Format::Int4(_) => (bytes(&mut random, size, &t.nibbles), Some(&t.nibbles)),
+        Format::Int4(_) | Format::Int4Asym(_) => (bytes(&mut random, size, &t.nibbles), Some(&t.nibbles)),
         Format::Q8_0
         | Format::Q4_0
         | Format::Q4_1
@@ -461,11 +470,22 @@ fn generate(mut random: Random, format: Format, rows: usize, cols: usize) -> Res
                 ScaleType::F32 => out.extend_from_slice(&scale.to_le_bytes()),
                 ScaleType::F16 => out.extend_from_slice(&f16(scale)),
                 ScaleType::Bf16 => out.extend_from_slice(&f32_to_bf16(scale).to_le_bytes()),
+                ScaleType::E8m0 => out.push(power_of_two(&mut random, scale)),
+                ScaleType::E4m3 => out.push(f32_to_e4m3(scale / deviation)),
             }
         }
         (Bytes::from(out), kind)
     });
-    Matrix::new(format, rows, cols, Bytes::from(codes), scales)
+    let matrix =
+        Matrix::new(format, rows, cols, Bytes::from(codes), scales)?.with_global_scale(Global::Times(deviation));
+    match format.zero_point_bytes(rows, cols) {
+        0 => Ok(matrix),
+        // 7, 8 and 9 in turns, so that their mean is 8.
+        n => {
+            let zero = |i: usize| 7 + (i % 3) as u8;
+            matrix.with_zero_points((0..n).map(|i| zero(2 * i) | zero(2 * i + 1) << 4).collect())
+        }
+    }
 }
 
 fn floats<const N: usize>(random: &mut Random, count: usize, code: impl Fn(f32) -> [u8; N]) -> Vec<u8> {
@@ -478,6 +498,13 @@ fn bytes(random: &mut Random, count: usize, table: &Codes) -> Vec<u8> {
     let mut out = vec![0; count];
     random.fill(&table.codes, &mut out);
     out
+}
+
+/// One of the two powers of two around `scale`, so that their mean square is that of `scale`.
+fn power_of_two(random: &mut Random, scale: f32) -> u8 {
+    let low = ((scale.to_bits() >> 23) as u8).min(253);
+    let above = ((scale / e8m0_to_f32(low)).powi(2) - 1.0) / 3.0;
+    low + ((random.next() >> 40) as f32 / ((1u64 << 24) as f32) < above) as u8
 }
 
 fn f16(v: f32) -> [u8; 2] {
@@ -596,7 +623,7 @@ mod tests {
     use super::*;
     use crate::format::Group;
 
-    const FORMATS: [Format; 24] = [
+    const FORMATS: [Format; 29] = [
         Format::F32,
         Format::F16,
         Format::Bf16,
@@ -608,6 +635,11 @@ mod tests {
         Format::Int8Offset(Group::Of(16)),
         Format::Int4(Group::Row),
         Format::Int4(Group::Of(32)),
+        Format::Int4Asym(Group::Row),
+        Format::Int4Asym(Group::Of(32)),
+        Format::Mxfp4,
+        Format::Mxfp8,
+        Format::Nvfp4,
         Format::Q8_0,
         Format::Q4_0,
         Format::Q4K,
@@ -655,8 +687,9 @@ mod tests {
                     // A normal distribution has 4.55 % of its values beyond two deviations.
                     let far = values.iter().filter(|v| (v.abs() as f64) > 2.0 * deviation).count();
                     let share = far as f64 / values.len() as f64;
-                    // Scales that are powers of two are mixed, which moves some more or fewer of them there.
-                    let allowed = if format == Format::Mxfp4Ggml { 0.015..0.1 } else { 0.025..0.07 };
+                    // Codes as coarse as E2M1, with powers of two, have few values there or many.
+                    let coarse = matches!(format, Format::Mxfp4 | Format::Mxfp4Ggml | Format::Nvfp4);
+                    let allowed = if coarse { 0.015..0.1 } else { 0.025..0.07 };
                     assert!(allowed.contains(&share), "{format} {proj:?} {hidden}: {share}");
                 }
             }

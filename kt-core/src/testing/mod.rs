@@ -60,7 +60,7 @@ impl Random {
 }
 
 /// Every format that this build knows, with the group sizes that checkpoints use.
-pub const FORMATS: [Format; 27] = [
+pub const FORMATS: [Format; 32] = [
     Format::F32,
     Format::F16,
     Format::Bf16,
@@ -75,6 +75,11 @@ pub const FORMATS: [Format; 27] = [
     Format::Int4(Group::Of(32)),
     Format::Int4(Group::Of(64)),
     Format::Int4(Group::Of(128)),
+    Format::Int4Asym(Group::Of(32)),
+    Format::Int4Asym(Group::Of(128)),
+    Format::Mxfp4,
+    Format::Mxfp8,
+    Format::Nvfp4,
     Format::Q8_0,
     Format::Q4_0,
     Format::Q4K,

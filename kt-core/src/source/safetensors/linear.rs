@@ -2,18 +2,27 @@
 //!
 //! ```text
 //! X.weight BF16 F16 F32                                                       as is
-//! X.weight F8_E4M3   X.weight_scale_inv or .weight_scale [N/128, K/128]       FP8 blocks
+//! X.weight F8_E4M3   X.weight_scale_inv, .weight_scale or .scale [N/128, K/128] FP8 blocks
 //!                                               … [N, 1] or [N]               FP8 per channel
+//!                                               … E8M0 [N, K/32]              MXFP8
+//! X.weight I8 [N, K/2]   X.scale E8M0 [N, K/32]                               MXFP4
 //! X.weight I8        X.weight_scale [N, 1], [N] or [N, K/g]                   INT8
 //! X.weight_packed I32 [N, K/8]   X.weight_scale [N, K/g]   X.weight_shape     INT4
 //!                     [N, K/4]                                                INT8 with offset 128
+//!                                … and X.weight_zero_point I32 [N/8, K/g]       INT4, asymmetric
+//! X.weight_packed U8 [N, K/2]    X.weight_scale E8M0 [N, K/32]                MXFP4
+//!                        and X.weight_scale E4M3 [N, K/16], X.weight_global_scale F32 NVFP4, divided by it
+//! X.weight U8 [N, K/2]       X.weight_scale E4M3 [N, K/16], X.weight_scale_2 F32 NVFP4, multiplied with it
+//!
+//! E8M0 scales are of type F8_E8M0 or U8.
 //! ```
 
 use safetensors::Dtype;
 
 use super::shards::{Shards, Tensor};
 use crate::error::Result;
-use crate::format::{Format, Group, Matrix, ScaleType, fp8};
+use crate::format::float::f32_at;
+use crate::format::{Format, Global, Group, Matrix, ScaleType, fp8, int, mx};
 
 /// The linear layer `base` (its name without `.weight`), and the name of the tensor that holds its codes.
 ///
@@ -28,21 +37,23 @@ pub fn linear<'a>(shards: &'a Shards, base: &str, cols: Option<usize>) -> Result
     let Some((name, codes)) = get("weight") else {
         return Err(shards.fail(&format!("{base}.weight"), "missing from the checkpoint, in any format"));
     };
+    let inputs = cols;
     let (rows, cols) = dimensions(shards, name, codes)?;
-    let scales =
-        || scales(shards, base, if get("weight_scale_inv").is_some() { "weight_scale_inv" } else { "weight_scale" });
+    let scales = || {
+        let suffix = ["weight_scale_inv", "scale"].into_iter().find(|suffix| get(suffix).is_some());
+        scales(shards, base, suffix.unwrap_or("weight_scale"))
+    };
     let (format, scales) = match codes.dtype {
         Dtype::F8_E4M3 => {
             let (scale_name, scale) = scales()?;
             let format = match scale.shape[..] {
-                _ if matches!(scale.dtype, Dtype::U8 | Dtype::F8_E8M0) => {
-                    return Err(shards.fail(name, "is in MXFP8 format, which is not supported yet"));
-                }
-                [n] | [n, 1] if n == rows => Format::Fp8Channel,
+                [r, c] if e8m0(scale) && r == rows && c.checked_mul(mx::COLS) == Some(cols) => Format::Mxfp8,
                 [r, c] if (r, c) == (rows.div_ceil(fp8::TILE), cols.div_ceil(fp8::TILE)) => Format::Fp8Block,
+                [n] | [n, 1] if n == rows => Format::Fp8Channel,
                 _ => {
                     let what = format!(
-                        "has shape {:?}; FP8 weights [{rows}, {cols}] need a scale per row or per block of 128 x 128",
+                        "has shape {:?}; FP8 weights [{rows}, {cols}] need a scale per row, per block of 128 x 128, or (E8M0) per \
+                         32 columns",
                         scale.shape
                     );
                     return Err(shards.fail(scale_name, what));
@@ -50,11 +61,12 @@ pub fn linear<'a>(shards: &'a Shards, base: &str, cols: Option<usize>) -> Result
             };
             (format, Some((scale_name, scale)))
         }
+        Dtype::I8 if get("scale").is_some() => return mxfp4(shards, (name, codes), scales()?).map(|m| (name, m)),
         Dtype::I8 => {
             let (scale_name, scale) = scales()?;
             (Format::Int8(group(shards, scale_name, scale, rows, cols)?), Some((scale_name, scale)))
         }
-        Dtype::U8 => return Err(shards.fail(name, "has type U8 (NVFP4 or MXFP4), which is not supported yet")),
+        Dtype::U8 => return nvfp4(shards, base, (name, codes), scales()?, inputs.is_none()).map(|m| (name, m)),
         other => match plain_format(other) {
             Some(format) => (format, None),
             None => return Err(shards.fail(name, format!("has type {other:?}, which is not supported as a weight"))),
@@ -79,12 +91,27 @@ fn refuse_unsupported(shards: &Shards, base: &str) -> Result<()> {
     let has = |suffix: &str| shards.get(&format!("{base}.{suffix}")).is_some();
     let refused = [
         ("qweight", if has("g_idx") { "in GPTQ format" } else { "in AWQ or GPTQ format" }),
-        ("scale", "in MXFP4 format (as of DeepSeek-V4)"),
-        ("weight_zero_point", "asymmetric (it has zero points)"),
         ("weight_g_idx", "in activation order"),
-        ("weight_global_scale", "in NVFP4 format"),
-        ("weight_scale_2", "in NVFP4 format"),
     ];
+    if has("scale") && ["weight_packed", "weight_scale", "weight_scale_inv"].into_iter().any(has) {
+        return Err(shards.fail(&format!("{base}.scale"), "there are other quantized tensors of its matrix beside it"));
+    }
+    let zeros = format!("{base}.weight_zero_point");
+    if has("weight_zero_point") && !has("weight_packed") {
+        return Err(
+            shards.fail(&zeros, "its matrix is asymmetric and not `pack-quantized`, which is not supported yet")
+        );
+    }
+    let nvfp4 = shards
+        .get(&format!("{base}.weight_packed"))
+        .or_else(|| shards.get(&format!("{base}.weight")))
+        .is_some_and(|(_, t)| t.dtype == Dtype::U8);
+    for suffix in ["weight_global_scale", "weight_scale_2"] {
+        if has(suffix) && !nvfp4 {
+            let what = "a factor of scales, but its matrix is not in NVFP4 format";
+            return Err(shards.fail(&format!("{base}.{suffix}"), what));
+        }
+    }
     match refused.into_iter().find(|(suffix, _)| has(suffix)) {
         Some((suffix, what)) => {
             Err(shards.fail(&format!("{base}.{suffix}"), format!("its matrix is {what}, which is not supported yet")))
@@ -102,9 +129,16 @@ fn packed<'a>(
     cols: Option<usize>,
 ) -> Result<(&'a str, Matrix)> {
     let (scale_name, scale) = scales(shards, base, "weight_scale")?;
-    if codes.dtype != Dtype::I32 {
-        let what = if scale.dtype == Dtype::F8_E4M3 { "NVFP4" } else { "MXFP4" };
-        return Err(shards.fail(name, format!("has type {:?} ({what}), which is not supported yet", codes.dtype)));
+    match codes.dtype {
+        Dtype::U8 if e8m0(scale) => return Ok((name, mxfp4(shards, (name, codes), (scale_name, scale))?)),
+        Dtype::U8 if scale.dtype == Dtype::F8_E4M3 => {
+            return Ok((name, nvfp4(shards, base, (name, codes), (scale_name, scale), cols.is_none())?));
+        }
+        Dtype::I32 => {}
+        other => {
+            let what = format!("has type {other:?}, and scales of type {:?}: a format that is not known", scale.dtype);
+            return Err(shards.fail(name, what));
+        }
     }
     let (rows, words) = dimensions(shards, name, codes)?;
     let shape_name = format!("{base}.weight_shape");
@@ -129,7 +163,76 @@ fn packed<'a>(
             return Err(shards.fail(name, what));
         }
     };
-    Ok((name, matrix(shards, format, (rows, cols), (name, codes), Some((scale_name, scale)))?))
+    let zeros_name = format!("{base}.weight_zero_point");
+    let Some((_, zeros)) = shards.get(&zeros_name) else {
+        return Ok((name, matrix(shards, format, (rows, cols), (name, codes), Some((scale_name, scale)))?));
+    };
+    let Format::Int4(group) = format else {
+        return Err(shards.fail(&zeros_name, format!("its matrix is asymmetric {format}, which is not supported yet")));
+    };
+    let format = Format::Int4Asym(group);
+    let words = [rows.div_ceil(int::ZERO_ROWS), cols / group.cols(cols)];
+    if zeros.dtype != Dtype::I32 || zeros.shape != words {
+        let what = format!(
+            "is {:?} {:?}; zero points of {format} [{rows}, {cols}] are I32 {words:?}",
+            zeros.dtype, zeros.shape
+        );
+        return Err(shards.fail(&zeros_name, what));
+    }
+    let m = matrix(shards, format, (rows, cols), (name, codes), Some((scale_name, scale)))?;
+    Ok((name, m.with_zero_points(shards.bytes(zeros)).map_err(|e| shards.fail(&zeros_name, e))?))
+}
+
+/// E2M1 codes of two columns per byte, all dimensions but those of a row folded, with their E8M0 scales.
+///
+/// `[…, N, K/2]` and `[…, N, K/32]`, or gpt-oss's `[…, N, K/32, 16]` and `[…, N, K/32]`.
+pub fn mxfp4(shards: &Shards, codes: (&str, &Tensor), scales: (&str, &Tensor)) -> Result<Matrix> {
+    let (rows, per_row) = dimensions(shards, scales.0, scales.1)?;
+    let cols = per_row.checked_mul(mx::COLS).ok_or_else(|| shards.fail(scales.0, "is too large"))?;
+    let lead = &scales.1.shape[..scales.1.shape.len().saturating_sub(1)];
+    match codes.1.shape.strip_prefix(lead) {
+        Some(row) if row == [cols / 2] || row == [per_row, mx::COLS / 2] => {}
+        _ => {
+            let what = format!("has shape {:?}, which does not fit {:?} of its codes", scales.1.shape, codes.1.shape);
+            return Err(shards.fail(scales.0, what));
+        }
+    }
+    matrix(shards, Format::Mxfp4, (rows, cols), codes, Some(scales))
+}
+
+/// The factor of the scales is in the data part of the file and read where `data` says so; until then it is 1.
+fn nvfp4(shards: &Shards, base: &str, codes: (&str, &Tensor), scales: (&str, &Tensor), data: bool) -> Result<Matrix> {
+    let (rows, bytes) = dimensions(shards, codes.0, codes.1)?;
+    let cols = bytes.checked_mul(2).ok_or_else(|| shards.fail(codes.0, "is too large"))?;
+    if scales.1.dtype != Dtype::F8_E4M3 || scales.1.shape != [rows, cols / mx::NV_COLS] {
+        let (kind, shape) = (scales.1.dtype, &scales.1.shape);
+        let what = format!(
+            "is {kind:?} {shape:?}; NVFP4 [{rows}, {cols}] has scales F8_E4M3 [{rows}, {}]",
+            cols / mx::NV_COLS
+        );
+        return Err(shards.fail(scales.0, what));
+    }
+    let named = |suffix: &str| format!("{base}.{suffix}");
+    let (over, times) = (named("weight_global_scale"), named("weight_scale_2"));
+    let (name, global) = match (shards.get(&over), shards.get(&times)) {
+        (Some(t), None) | (None, Some(t)) => t,
+        (None, None) => return Err(shards.fail(&over, "missing: NVFP4 needs it, or `weight_scale_2`")),
+        (Some((name, _)), Some(_)) => return Err(shards.fail(name, "`weight_scale_2` is there, too")),
+    };
+    if global.dtype != Dtype::F32 || global.byte_len() != 4 {
+        return Err(shards.fail(name, format!("is {:?} {:?}, expected one F32", global.dtype, global.shape)));
+    }
+    let m = matrix(shards, Format::Nvfp4, (rows, cols), codes, Some(scales))?;
+    if !data {
+        return Ok(m);
+    }
+    let value = f32_at(&shards.bytes(global), 0);
+    Ok(m.with_global_scale(if name == times { Global::Times(value) } else { Global::Over(value) }))
+}
+
+/// Whether a tensor can be of E8M0 scales.
+fn e8m0(t: &Tensor) -> bool {
+    matches!(t.dtype, Dtype::U8 | Dtype::F8_E8M0)
 }
 
 /// The two numbers of a `weight_shape`.
@@ -183,8 +286,10 @@ fn matrix(
                 Dtype::F32 => ScaleType::F32,
                 Dtype::F16 => ScaleType::F16,
                 Dtype::BF16 => ScaleType::Bf16,
+                Dtype::F8_E8M0 | Dtype::U8 => ScaleType::E8m0,
+                Dtype::F8_E4M3 => ScaleType::E4m3,
                 other => {
-                    let what = format!("has type {other:?}; scales of type F32, F16 and BF16 are supported");
+                    let what = format!("has type {other:?}; scales of type F32, F16, BF16 and E8M0 are supported");
                     return Err(shards.fail(scale_name, what));
                 }
             };
