@@ -316,8 +316,6 @@ struct Tables {
     centred_nibbles: Codes,
     /// Pairs of nibbles, for values of IQ4 types.
     iq4: Codes,
-    /// Pairs of nibbles, for E2M1 numbers.
-    fp4: Codes,
     /// 0..4, minus 1.5.
     two_bits: Codes,
     /// 0..8, minus 4.
@@ -348,7 +346,6 @@ static TABLES: LazyLock<Tables> = LazyLock::new(|| {
         .paired(),
         centred_nibbles: Codes::nibbles(7.5),
         iq4: Codes::nearest(ggml::IQ4_VALUES.map(f32::from), 45.0),
-        fp4: Codes::nearest(ggml::MXFP4_HALVES.map(|v| f32::from(v) * 0.5), 2.3),
         two_bits: Codes::new(&normal, 0.5, 1.5, 3.0),
         three_bits: Codes::new(&normal, 1.2, 4.0, 7.0),
         five_bits: Codes::new(&normal, 4.2, 15.5, 31.0),
@@ -434,8 +431,8 @@ fn generate(mut random: Random, format: Format, rows: usize, cols: usize) -> Res
                     b[4..].copy_from_slice(&five_bits(&mut random, &t.five_bits));
                 }),
                 Format::Mxfp4Ggml => blocks(&mut codes, |b: &mut [u8; ggml::MXFP4_BYTES]| {
-                    b[0] = exponent(&mut random, deviation / t.fp4.deviation);
-                    random.fill(&t.fp4.codes, &mut b[1..]);
+                    b[0] = exponent(&mut random, deviation / t.e2m1.deviation);
+                    random.fill(&t.e2m1.codes, &mut b[1..]);
                 }),
                 Format::Q2K => blocks(&mut codes, |b| q2k(&mut random, b, deviation)),
                 Format::Q3K => blocks(&mut codes, |b| q3k(&mut random, b, deviation)),
