@@ -1,11 +1,10 @@
 //! What a backend is tested against: a naive model, awkward shapes, named bounds, and the conformance suite that a backend
 //! joins in one line:
 //!
-//! ```ignore
-//! #[test]
-//! fn conformance() {
-//!     kt_core::testing::conformance(my_backend::backend);
-//! }
+//! ```no_run
+//! // in a #[test]; here the portable kernel's backend stands for yours
+//! use kt_core::cpu::{CpuBackend, portable::Portable};
+//! kt_core::testing::conformance(|_tier| Ok(CpuBackend::new("portable", Portable)));
 //! ```
 //!
 //! Two environment variables switch tests only: `KT_ISA=avx512` caps the tier, `KT_REQUIRE=avx512bf16,amx` turns a tier
