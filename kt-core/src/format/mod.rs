@@ -228,19 +228,8 @@ impl Format {
             Format::Mxfp4 => blocks(mx::COLS, mx::COLS / 2),
             Format::Mxfp8 => blocks(mx::COLS, mx::COLS),
             Format::Nvfp4 => blocks(mx::NV_COLS, mx::NV_COLS / 2),
-            Format::Q8_0
-            | Format::Q4_0
-            | Format::Q4_1
-            | Format::Q5_0
-            | Format::Q5_1
-            | Format::Iq4Nl
-            | Format::Mxfp4Ggml
-            | Format::Q2K
-            | Format::Q3K
-            | Format::Q4K
-            | Format::Q5K
-            | Format::Q6K
-            | Format::Iq4Xs => match ggml::block(self) {
+            // GGUF's: their sizes stand in one table.
+            _ => match ggml::block(self) {
                 Some((cols, bytes)) => blocks(cols, bytes),
                 None => Err(format!("{self} has no blocks")),
             },
@@ -570,19 +559,7 @@ impl Matrix {
                 int::decode(self, row, start, out)
             }
             Format::Mxfp4 | Format::Mxfp8 | Format::Nvfp4 => mx::decode(self, row, start, out),
-            Format::Q8_0
-            | Format::Q4_0
-            | Format::Q4_1
-            | Format::Q5_0
-            | Format::Q5_1
-            | Format::Iq4Nl
-            | Format::Mxfp4Ggml
-            | Format::Q2K
-            | Format::Q3K
-            | Format::Q4K
-            | Format::Q5K
-            | Format::Q6K
-            | Format::Iq4Xs => ggml::decode(self, row, start, out),
+            _ => ggml::decode(self, row, start, out),
         }
     }
 
