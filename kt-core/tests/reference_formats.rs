@@ -9,6 +9,7 @@
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
+use kt_core::format::ALL;
 use kt_core::{Format, Group, Matrix, Proj, ScaleType, WeightSource};
 use sha2::{Digest, Sha256};
 
@@ -272,10 +273,8 @@ fn gguf_blocks_decode_as_the_gguf_package_decodes_them() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/ggml_blocks.safetensors");
     let file = std::fs::read(path).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
-    let formats: Vec<Format> = kt_core::testing::FORMATS
-        .into_iter()
-        .filter(|f| f.scale_shape(1, 256).is_none() && f.block_cols() >= 32)
-        .collect();
+    let formats: Vec<Format> =
+        ALL.into_iter().filter(|f| f.scale_shape(1, 256).is_none() && f.block_cols() >= 32).collect();
     assert_eq!(tensors.len(), 2 * formats.len());
     for format in formats {
         let name = format.to_string().replace("-ggml", "");
@@ -389,38 +388,128 @@ fn int4_has_its_even_column_in_the_low_nibble() {
     assert_eq!(by_row.decode(), [-6.0, 0.0, 5.0, -4.0, 2.0, 14.0, -6.0, 6.0]);
 }
 
+/// Code of a column in a row of nibbles or bytes.
+fn code(format: Format, codes: &[u8], i: usize) -> i32 {
+    match format {
+        Format::Int4Asym(_) | Format::Int4Ordered(_) => (codes[i / 2] >> (4 * (i % 2)) & 15).into(),
+        _ => codes[i].into(),
+    }
+}
+
 #[test]
-fn int4_zero_points_are_packed_along_rows() {
-    // Ten rows of two groups: zero point of row n, group g is (3n + 5g) % 16, in nibble n % 8 of word [n / 8, g].
-    let (rows, cols) = (10, 8);
-    let zero = |n: usize, g: usize| (3 * n + 5 * g) % 16;
-    let mut words = [0u32; 4];
-    for (n, g) in (0..rows).flat_map(|n| [(n, 0), (n, 1)]) {
-        words[n / 8 * 2 + g] |= (zero(n, g) as u32) << (4 * (n % 8));
+fn every_scale_has_a_zero_point() {
+    let (rows, cols, g) = (10, 8, Group::Of(4));
+    for (format, middle) in [
+        (Format::Int4Asym(g), 8),
+        (Format::Int8Asym(g), 128),
+        (Format::Int4Ordered(g), 8),
+        (Format::Int8Ordered(g), 128),
+    ] {
+        // Zero points from 0 to one above the largest code, both included.
+        let zero = |n: usize, g: usize| ((2 * n + g) * 2 * middle / 19) as i16;
+        let zeros: Vec<i16> = (0..rows).flat_map(|n| [zero(n, 0), zero(n, 1)]).collect();
+        assert_eq!((zeros[0], zeros[19]), (0, 2 * middle as i16));
+        let codes: Vec<u8> = (0..rows * format.row_bytes(cols).unwrap()).map(|i| (i * 91 % 256) as u8).collect();
+        let scales: Vec<f32> = (0..rows * 2).map(|i| (i + 1) as f32 / 8.0).collect();
+        let plain = matrix(format, rows, cols, &codes, Some((&scales, ScaleType::Bf16)));
+        assert!(!plain.has_zero_points());
+        let m = plain.clone().with_zero_points(zeros.clone()).unwrap();
+        assert!(m.has_zero_points());
+        let want =
+            |n: usize, k: usize, zero: i32| (code(format, &codes, n * cols + k) - zero) as f32 * scales[n * 2 + k / 4];
+        let (all, symmetric) = (m.decode(), plain.decode());
+        for (n, k) in (0..rows).flat_map(|n| (0..cols).map(move |k| (n, k))) {
+            assert_eq!(m.zero_point(n, k / 4), zero(n, k / 4) as i32);
+            assert_eq!(plain.zero_point(n, k / 4), middle as i32);
+            assert_eq!(all[n * cols + k], want(n, k, zero(n, k / 4) as i32), "{format} [{n}, {k}]");
+            assert_eq!(symmetric[n * cols + k], want(n, k, middle as i32), "{format} [{n}, {k}]");
+        }
+        assert_eq!(m.byte_len(), format.stored_bytes(rows, cols));
+        for (first, step, count) in [(0, 1, 3), (3, 1, 7), (1, 2, 4), (9, 1, 1)] {
+            let some = m.select_rows(first, step, count).unwrap();
+            let values = some.decode();
+            for row in 0..count {
+                let from = first + row * step;
+                assert_eq!(some.zero_point(row, 1), zero(from, 1) as i32);
+                assert_eq!(
+                    values[row * cols..][..cols],
+                    all[from * cols..][..cols],
+                    "{format} rows {first} + {step} * {row}"
+                );
+            }
+            let last = some.select_rows(count - 1, 1, 1).unwrap();
+            assert_eq!(last.zero_point(0, 0), zero(first + (count - 1) * step, 0) as i32);
+        }
+        assert!(plain.clone().with_zero_points(zeros[1..].to_vec()).unwrap_err().contains("[10, 2], found 19"));
+        let mut bad = zeros.clone();
+        for (i, z) in [(3, -1), (19, 2 * middle as i16 + 1)] {
+            bad[i] = z;
+            let message = plain.clone().with_zero_points(bad.clone()).unwrap_err();
+            assert!(message.contains(&format!("[{}, 1] is {z}", i / 2)), "{message}");
+            bad[i] = 0;
+        }
     }
-    let zeros: Bytes = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-    let codes: Vec<u8> = (0..rows * cols / 2).map(|i| (i * 91 % 256) as u8).collect();
-    let scales: Vec<f32> = (0..rows * 2).map(|i| (i + 1) as f32 / 8.0).collect();
-    let format = Format::Int4Asym(Group::Of(4));
-    let plain = matrix(format, rows, cols, &codes, Some((&scales, ScaleType::Bf16)));
-    let m = plain.clone().with_zero_points(zeros.clone()).unwrap();
-    let want = |n: usize, k: usize, zero: usize| {
-        let q = codes[(n * cols + k) / 2] >> (4 * (k % 2)) & 15;
-        (q as f32 - zero as f32) * scales[n * 2 + k / 4]
-    };
-    let (all, symmetric) = (m.decode(), plain.decode());
-    for (n, k) in (0..rows).flat_map(|n| (0..cols).map(move |k| (n, k))) {
-        assert_eq!(all[n * cols + k], want(n, k, zero(n, k / 4)), "[{n}, {k}]");
-        assert_eq!(symmetric[n * cols + k], want(n, k, 8), "[{n}, {k}]");
-    }
-    assert_eq!(m.byte_len(), (rows * cols / 2 + rows * 2 * 2 + 16) as u64);
-    assert_eq!(m.byte_len(), format.stored_bytes(rows, cols));
-    assert_eq!(m.select_rows(8, 1, 2).unwrap().decode(), all[8 * cols..]);
-    assert_eq!(m.select_rows(0, 1, 3).unwrap().decode(), all[..3 * cols]);
-    assert!(m.select_rows(4, 1, 2).is_err() && m.select_rows(0, 2, 2).is_err());
-    assert!(plain.with_zero_points(zeros.slice(1..)).unwrap_err().contains("16 bytes"));
     let int8 = matrix(Format::Int8(Group::Row), 1, 1, &[0], Some((&[1.0], ScaleType::F32)));
-    assert!(int8.with_zero_points(Bytes::new()).is_err());
+    assert_eq!(int8.zero_point(0, 0), 0);
+    assert!(int8.with_zero_points(vec![0]).unwrap_err().contains("has no zero points"));
+}
+
+#[test]
+fn columns_of_ordered_formats_say_which_group_they_are_of() {
+    let (rows, cols) = (3, 12);
+    let groups = vec![2, 0, 1, 1, 2, 2, 0, 1, 0, 2, 1, 0];
+    for format in [Format::Int4Ordered(Group::Of(4)), Format::Int8Ordered(Group::Of(4))] {
+        let codes: Vec<u8> = (0..rows * format.row_bytes(cols).unwrap()).map(|i| (i * 53 % 256) as u8).collect();
+        let scales: Vec<f32> = (0..rows * 3).map(|i| (i + 1) as f32 / 4.0).collect();
+        let zeros: Vec<i16> = (0..rows as i16 * 3).collect();
+        let in_order = matrix(format, rows, cols, &codes, Some((&scales, ScaleType::F32)))
+            .with_zero_points(zeros.clone())
+            .unwrap();
+        assert_eq!(in_order.column_groups().unwrap(), [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]);
+        let m = in_order.clone().with_column_groups(groups.clone()).unwrap();
+        assert_eq!(m.column_groups().unwrap(), groups);
+        let value = |n: usize, k: usize, g: u32| {
+            let at = n * 3 + g as usize;
+            (code(format, &codes, n * cols + k) - zeros[at] as i32) as f32 * scales[at]
+        };
+        let all = m.decode();
+        for (n, k) in (0..rows).flat_map(|n| (0..cols).map(move |k| (n, k))) {
+            assert_eq!(all[n * cols + k], value(n, k, groups[k]), "{format} [{n}, {k}]");
+            assert_eq!(in_order.decode()[n * cols + k], value(n, k, k as u32 / 4), "{format} [{n}, {k}]");
+        }
+        let mut across = [0.0; 6];
+        m.decode_range(1, 2, &mut across);
+        assert_eq!(across, all[cols + 2..cols + 8]);
+        assert_eq!(m.select_rows(1, 1, 2).unwrap().decode(), all[cols..]);
+        assert!(in_order.clone().with_column_groups(groups[1..].to_vec()).unwrap_err().contains("11 columns"));
+        let mut beyond = groups.clone();
+        beyond[7] = 3;
+        assert!(in_order.with_column_groups(beyond).unwrap_err().contains("column 7 is of group 3"));
+        let one = format.to_string().replace("g4", "channel").parse().unwrap();
+        let one = matrix(one, rows, cols, &codes, Some((&scales[..3], ScaleType::F32)));
+        assert_eq!(one.column_groups().unwrap(), [0; 12]);
+        assert_eq!(one.byte_len(), one.format().stored_bytes(rows, cols) - rows as u64 * 2);
+    }
+    let asym = matrix(Format::Int8Asym(Group::Row), 1, 1, &[0], Some((&[1.0], ScaleType::F32)));
+    assert!(asym.column_groups().is_none() && asym.with_column_groups(vec![0]).is_err());
+}
+
+#[test]
+fn every_format_has_a_name_that_leads_back() {
+    let mut names: Vec<String> = ALL.map(|f| f.to_string()).to_vec();
+    for (format, name) in ALL.iter().zip(&names) {
+        assert_eq!(name.parse::<Format>().unwrap(), *format);
+        assert_eq!(name.to_lowercase().replace('-', "_").parse::<Format>().unwrap(), *format);
+        assert_eq!(format!("{format:>24}").trim_start(), name);
+    }
+    assert_eq!(Format::Int8Asym(Group::Of(128)).to_string(), "INT8-asym-g128");
+    assert_eq!(Format::Int4Ordered(Group::Row).to_string(), "INT4-ordered-channel");
+    names.sort();
+    names.dedup();
+    assert_eq!(names.len(), ALL.len());
+    for wrong in ["int4-g0", "int4-g", "int4-gx", "int4-ordered", "int8-asym-g-1", "int5", "int4-sorted-g32", ""] {
+        assert!(wrong.parse::<Format>().unwrap_err().0.contains("int4-ordered"), "{wrong}");
+    }
 }
 
 #[test]

@@ -1,50 +1,60 @@
-//! Integer codes with scales: compressed-tensors `int-quantized` and `pack-quantized`.
+//! Integer codes with scales: compressed-tensors `int-quantized` and `pack-quantized`, and what GPTQ, AWQ and kt-kernel's files become.
 //!
-//! INT8 is a signed byte per column (`int-quantized`) or a byte with offset 128 (8-bit `pack-quantized`). INT4 stores two
-//! columns per byte (even column in the low nibble, as the little-endian I32 words of `weight_packed` read as bytes),
-//! value = nibble - 8, or nibble - zero point where it is asymmetric. `W = value * scale[n, k / group]`.
+//! Codes are bytes, signed in `Int8`, or nibbles, two columns per byte with the even one in the low nibble (as the little-endian
+//! I32 words of `weight_packed` read as bytes). `W[n, k] = (code - zero) * scale[n, g]` with `g = k / group`, or `column_groups[k]` in
+//! ordered formats. The zero is 0 for signed bytes, 8 for nibbles and 128 for bytes of symmetric formats, and
+//! [`Matrix::zero_point`] for the others.
 
-use super::{Format, Matrix};
-
-/// Rows whose zero points share a word.
-pub const ZERO_ROWS: usize = 8;
-
-/// Byte and shift of a zero point, of `groups` a row.
-#[inline(always)]
-pub(crate) fn zero_point_at(row: usize, group: usize, groups: usize) -> (usize, u32) {
-    ((row / ZERO_ROWS * groups + group) * 4 + row % ZERO_ROWS / 2, row as u32 % 2 * 4)
-}
+use super::{Format, Matrix, Scales};
 
 pub(super) fn decode(m: &Matrix, row: usize, start: usize, out: &mut [f32]) {
-    let Some(scales) = m.scales() else { return };
+    let (Some(scales), Some(group)) = (m.scales(), m.format().group()) else { return };
+    if let Some(groups) = m.column_groups() {
+        return decode_ordered(m, scales, groups, row, start, out);
+    }
     let codes = m.row(row);
-    let (group, nibbles, flip) = match m.format() {
-        Format::Int4(g) | Format::Int4Asym(g) => (g.cols(m.cols()), true, 0),
-        Format::Int8(g) => (g.cols(m.cols()), false, 0),
-        Format::Int8Offset(g) => (g.cols(m.cols()), false, 0x80),
-        _ => return,
-    };
-    let group = group.max(1);
+    let group = group.cols(m.cols()).max(1);
     let (mut col, end) = (start, start + out.len());
     while col < end {
         let next = end.min((col / group + 1) * group);
         let s = scales.get(row, col / group);
         let out = &mut out[col - start..next - start];
-        if nibbles {
-            let zero = m.zero_points().map_or(8, |zeros| {
-                let (at, shift) = zero_point_at(row, col / group, scales.cols());
-                (zeros[at] >> shift & 15) as i32
-            });
+        let zero = match m.format() {
+            Format::Int8(_) => 0,
+            Format::Int4Asym(_) | Format::Int8Asym(_) => m.zero_point(row, col / group),
+            format => format.middle(),
+        };
+        match m.format() {
             // Groups and decoded ranges are even, so bytes never straddle them.
-            for (o, &byte) in out.chunks_exact_mut(2).zip(&codes[col / 2..]) {
-                o[0] = ((byte & 15) as i32 - zero) as f32 * s;
-                o[1] = ((byte >> 4) as i32 - zero) as f32 * s;
+            format if format.nibbles() => {
+                for (o, &byte) in out.chunks_exact_mut(2).zip(&codes[col / 2..]) {
+                    o[0] = ((byte & 15) as i32 - zero) as f32 * s;
+                    o[1] = ((byte >> 4) as i32 - zero) as f32 * s;
+                }
             }
-        } else {
-            for (o, &c) in out.iter_mut().zip(&codes[col..]) {
-                *o = (c ^ flip) as i8 as f32 * s;
-            }
+            Format::Int8(_) => out.iter_mut().zip(&codes[col..]).for_each(|(o, &c)| *o = c as i8 as f32 * s),
+            _ => out.iter_mut().zip(&codes[col..]).for_each(|(o, &c)| *o = (c as i32 - zero) as f32 * s),
         }
         col = next;
+    }
+}
+
+/// Groups have their columns anywhere, so the row's scales and zero points are looked up once, and then by column.
+fn decode_ordered(m: &Matrix, scales: &Scales, groups: &[u32], row: usize, start: usize, out: &mut [f32]) {
+    let per_group: Vec<(f32, i32)> = (0..scales.cols()).map(|g| (scales.get(row, g), m.zero_point(row, g))).collect();
+    let codes = m.row(row);
+    let value = |code: u8, group: u32| {
+        let (s, zero) = per_group[group as usize];
+        (code as i32 - zero) as f32 * s
+    };
+    if m.format().nibbles() {
+        let bytes = codes[start / 2..].iter().zip(groups[start..].as_chunks::<2>().0);
+        for (o, (&byte, &[even, odd])) in out.as_chunks_mut::<2>().0.iter_mut().zip(bytes) {
+            *o = [value(byte & 15, even), value(byte >> 4, odd)];
+        }
+    } else {
+        for ((o, &code), &group) in out.iter_mut().zip(&codes[start..]).zip(&groups[start..]) {
+            *o = value(code, group);
+        }
     }
 }

@@ -5,7 +5,7 @@
 //! a file of its own with its decoder; a new format is one arm of [`Format`] and one decoder: it then runs everywhere
 //! through decoding, and natively where a kernel accepts it.
 //!
-//! Not here yet, each with its place: GPTQ and AWQ (`int.rs`), GGUF's IQ1 to IQ3, TQ1 and TQ2 (`ggml`).
+//! Not here yet: GGUF's IQ1 to IQ3, TQ1 and TQ2 (`ggml`).
 
 pub mod float;
 pub mod fp8;
@@ -14,6 +14,7 @@ pub mod int;
 pub mod mx;
 
 use std::fmt;
+use std::sync::Arc;
 
 use bytes::Bytes;
 
@@ -56,8 +57,14 @@ pub enum Format {
     Int8Offset(Group),
     /// Two columns per byte, low nibble first, value = nibble - 8 (compressed-tensors `pack-quantized`), symmetric.
     Int4(Group),
-    /// As `Int4`, but value = nibble - zero point, one per scale ([`Matrix::with_zero_points`]).
+    /// As `Int4`, but value = nibble - zero point, one per scale ([`Matrix::zero_point`]).
     Int4Asym(Group),
+    /// As `Int4Asym`, but column `k` has the scale and zero point of group [`Matrix::column_groups`]`[k]` (GPTQ's activation order).
+    Int4Ordered(Group),
+    /// Bytes, value = byte - zero point, one per scale ([`Matrix::zero_point`]).
+    Int8Asym(Group),
+    /// As `Int8Asym`, with columns in groups as in `Int4Ordered`.
+    Int8Ordered(Group),
     /// E2M1 codes, two columns per byte, low nibble first, and an E8M0 scale per 32 columns.
     Mxfp4,
     /// E4M3 codes, and an E8M0 scale per 32 columns.
@@ -94,20 +101,18 @@ pub enum Format {
 
 impl fmt::Display for Format {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some((name, group)) = self.integer_name() {
+            return match group {
+                Group::Row => f.pad(&format!("{name}-channel")),
+                Group::Of(g) => f.pad(&format!("{name}-g{g}")),
+            };
+        }
         let name = match self {
             Format::F32 => "F32",
             Format::F16 => "F16",
             Format::Bf16 => "BF16",
             Format::Fp8Block => "FP8-block",
             Format::Fp8Channel => "FP8-channel",
-            Format::Int8(Group::Row) => "INT8-channel",
-            Format::Int8(Group::Of(g)) => return f.pad(&format!("INT8-g{g}")),
-            Format::Int8Offset(Group::Row) => "INT8-offset-channel",
-            Format::Int8Offset(Group::Of(g)) => return f.pad(&format!("INT8-offset-g{g}")),
-            Format::Int4(Group::Row) => "INT4-channel",
-            Format::Int4(Group::Of(g)) => return f.pad(&format!("INT4-g{g}")),
-            Format::Int4Asym(Group::Row) => "INT4-asym-channel",
-            Format::Int4Asym(Group::Of(g)) => return f.pad(&format!("INT4-asym-g{g}")),
             Format::Mxfp4 => "MXFP4",
             Format::Mxfp8 => "MXFP8",
             Format::Nvfp4 => "NVFP4",
@@ -124,6 +129,8 @@ impl fmt::Display for Format {
             Format::Iq4Nl => "IQ4_NL",
             Format::Iq4Xs => "IQ4_XS",
             Format::Mxfp4Ggml => "MXFP4-ggml",
+            // Integers: named above.
+            _ => "",
         };
         f.pad(name)
     }
@@ -143,17 +150,22 @@ impl std::str::FromStr for Format {
     /// variants (128x128 blocks, per channel, groups of 32).
     fn from_str(s: &str) -> Result<Self, Self::Err> {
         let name = s.to_ascii_lowercase().replace('_', "-");
-        let group = |prefix: &str| name.strip_prefix(prefix).and_then(|g| g.parse::<u32>().ok()).filter(|&g| g > 0);
+        let integer = INTEGERS.iter().find_map(|&(prefix, format)| {
+            match name.strip_prefix(&prefix.to_ascii_lowercase())?.strip_prefix('-')? {
+                "channel" => Some(format(Group::Row)),
+                group => Some(format(Group::Of(group.strip_prefix('g')?.parse().ok().filter(|&g| g > 0)?))),
+            }
+        });
+        if let Some(format) = integer {
+            return Ok(format);
+        }
         Ok(match name.as_str() {
             "f32" => Format::F32,
             "f16" => Format::F16,
             "bf16" => Format::Bf16,
             "fp8" | "fp8-block" => Format::Fp8Block,
             "fp8-channel" => Format::Fp8Channel,
-            "int8" | "int8-channel" => Format::Int8(Group::Row),
-            "int8-offset-channel" => Format::Int8Offset(Group::Row),
-            "int4-channel" => Format::Int4(Group::Row),
-            "int4-asym-channel" => Format::Int4Asym(Group::Row),
+            "int8" => Format::Int8(Group::Row),
             "int4" => Format::Int4(Group::Of(32)),
             "mxfp4" => Format::Mxfp4,
             "mxfp8" => Format::Mxfp8,
@@ -172,30 +184,120 @@ impl std::str::FromStr for Format {
             "iq4-xs" => Format::Iq4Xs,
             "mxfp4-ggml" => Format::Mxfp4Ggml,
             _ => {
-                if let Some(g) = group("int8-g") {
-                    Format::Int8(Group::Of(g))
-                } else if let Some(g) = group("int8-offset-g") {
-                    Format::Int8Offset(Group::Of(g))
-                } else if let Some(g) = group("int4-g") {
-                    Format::Int4(Group::Of(g))
-                } else if let Some(g) = group("int4-asym-g") {
-                    Format::Int4Asym(Group::Of(g))
-                } else {
-                    return Err(crate::Unsupported::new(format!(
-                        "unknown format `{s}`; known are f32 f16 bf16 fp8-block fp8-channel int8-channel int8-gN int4-gN \
-                         int4-asym-gN mxfp4 mxfp8 nvfp4 q8_0 q4_0 q4_1 q5_0 q5_1 q2_k q3_k q4_k q5_k q6_k iq4_nl iq4_xs mxfp4-ggml"
-                    )));
-                }
+                return Err(crate::Unsupported::new(format!(
+                    "unknown format `{s}`; known are f32 f16 bf16 fp8-block fp8-channel mxfp4 mxfp8 nvfp4 q8_0 q4_0 q4_1 q5_0 \
+                     q5_1 q2_k q3_k q4_k q5_k q6_k iq4_nl iq4_xs mxfp4-ggml; int8 int4 int8-asym int4-asym int8-ordered \
+                     int4-ordered int8-offset, each with -gN (groups of N columns) or -channel"
+                )));
             }
         })
     }
 }
 
+type WithGroup = fn(Group) -> Format;
+
+/// Names of the integer formats, before their group's.
+const INTEGERS: [(&str, WithGroup); 7] = [
+    ("INT8", Format::Int8),
+    ("INT8-offset", Format::Int8Offset),
+    ("INT8-asym", Format::Int8Asym),
+    ("INT8-ordered", Format::Int8Ordered),
+    ("INT4", Format::Int4),
+    ("INT4-asym", Format::Int4Asym),
+    ("INT4-ordered", Format::Int4Ordered),
+];
+
+/// Every format that this build knows, those with groups in sizes that checkpoints use: what tests and listings go through.
+pub const ALL: [Format; 41] = [
+    Format::F32,
+    Format::F16,
+    Format::Bf16,
+    Format::Fp8Block,
+    Format::Fp8Channel,
+    Format::Int8(Group::Row),
+    Format::Int8(Group::Of(32)),
+    Format::Int8(Group::Of(128)),
+    Format::Int8Offset(Group::Row),
+    Format::Int8Offset(Group::Of(16)),
+    Format::Int8Offset(Group::Of(128)),
+    Format::Int8Asym(Group::Row),
+    Format::Int8Asym(Group::Of(32)),
+    Format::Int8Asym(Group::Of(128)),
+    Format::Int8Ordered(Group::Of(32)),
+    Format::Int4(Group::Row),
+    Format::Int4(Group::Of(32)),
+    Format::Int4(Group::Of(64)),
+    Format::Int4(Group::Of(128)),
+    Format::Int4Asym(Group::Row),
+    Format::Int4Asym(Group::Of(32)),
+    Format::Int4Asym(Group::Of(128)),
+    Format::Int4Ordered(Group::Row),
+    Format::Int4Ordered(Group::Of(32)),
+    Format::Int4Ordered(Group::Of(128)),
+    Format::Mxfp4,
+    Format::Mxfp8,
+    Format::Nvfp4,
+    Format::Q8_0,
+    Format::Q4_0,
+    Format::Q4K,
+    Format::Q5K,
+    Format::Q6K,
+    Format::Q4_1,
+    Format::Q5_0,
+    Format::Q5_1,
+    Format::Q2K,
+    Format::Q3K,
+    Format::Iq4Nl,
+    Format::Iq4Xs,
+    Format::Mxfp4Ggml,
+];
+
 impl Format {
+    /// Name without the group, and the group, of an integer format.
+    fn integer_name(self) -> Option<(&'static str, Group)> {
+        let group = self.group()?;
+        INTEGERS.iter().find(|(_, format)| format(group) == self).map(|&(name, _)| (name, group))
+    }
+
+    /// How many columns share a scale, in formats of integer codes with scales of their own.
+    pub fn group(self) -> Option<Group> {
+        match self {
+            Format::Int8(g)
+            | Format::Int8Offset(g)
+            | Format::Int8Asym(g)
+            | Format::Int8Ordered(g)
+            | Format::Int4(g)
+            | Format::Int4Asym(g)
+            | Format::Int4Ordered(g) => Some(g),
+            _ => None,
+        }
+    }
+
+    /// Whether two columns share a byte in a format of integer codes.
+    fn nibbles(self) -> bool {
+        matches!(self, Format::Int4(_) | Format::Int4Asym(_) | Format::Int4Ordered(_))
+    }
+
+    /// The code of value 0 where nothing else is said: half of the codes that integers have.
+    fn middle(self) -> i32 {
+        if self.nibbles() { 8 } else { 128 }
+    }
+
+    /// Whether a matrix may have a zero point per scale.
+    pub fn takes_zero_points(self) -> bool {
+        matches!(self, Format::Int4Asym(_) | Format::Int4Ordered(_) | Format::Int8Asym(_) | Format::Int8Ordered(_))
+    }
+
+    /// Whether a matrix says for each column which group it is of.
+    pub fn is_ordered(self) -> bool {
+        matches!(self, Format::Int4Ordered(_) | Format::Int8Ordered(_))
+    }
+
     /// Columns that are encoded together: decoding starts at multiples of it, and rows of GGUF formats are multiples of it.
     pub fn block_cols(self) -> usize {
         match self {
-            Format::Int4(_) | Format::Int4Asym(_) | Format::Mxfp4 | Format::Nvfp4 => 2,
+            Format::Mxfp4 | Format::Nvfp4 => 2,
+            _ if self.nibbles() => 2,
             _ => ggml::block(self).map_or(1, |(cols, _)| cols),
         }
     }
@@ -209,22 +311,19 @@ impl Format {
                 Err(format!("{self} needs columns in multiples of {cols_per}, got {cols}"))
             }
         };
+        if let Some(group) = self.group() {
+            return match (group, self.nibbles()) {
+                (Group::Row, false) => blocks(1, 1),
+                (Group::Row, true) => blocks(2, 1),
+                (Group::Of(g), false) => blocks(g.max(1) as usize, g.max(1) as usize),
+                (Group::Of(g), true) if g >= 2 && g % 2 == 0 => blocks(g as usize, g as usize / 2),
+                (Group::Of(g), true) => Err(format!("INT4 groups must be even, got {g}")),
+            };
+        }
         match self {
             Format::F32 => blocks(1, 4),
             Format::F16 | Format::Bf16 => blocks(1, 2),
-            Format::Fp8Block | Format::Fp8Channel | Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) => {
-                blocks(1, 1)
-            }
-            Format::Int8(Group::Of(g)) | Format::Int8Offset(Group::Of(g)) => {
-                blocks(g.max(1) as usize, g.max(1) as usize)
-            }
-            Format::Int4(Group::Row) | Format::Int4Asym(Group::Row) => blocks(2, 1),
-            Format::Int4(Group::Of(g)) | Format::Int4Asym(Group::Of(g)) if g >= 2 && g % 2 == 0 => {
-                blocks(g as usize, g as usize / 2)
-            }
-            Format::Int4(Group::Of(g)) | Format::Int4Asym(Group::Of(g)) => {
-                Err(format!("INT4 groups must be even, got {g}"))
-            }
+            Format::Fp8Block | Format::Fp8Channel => blocks(1, 1),
             Format::Mxfp4 => blocks(mx::COLS, mx::COLS / 2),
             Format::Mxfp8 => blocks(mx::COLS, mx::COLS),
             Format::Nvfp4 => blocks(mx::NV_COLS, mx::NV_COLS / 2),
@@ -241,12 +340,9 @@ impl Format {
         match self {
             Format::Fp8Block => Some((rows.div_ceil(fp8::TILE), cols.div_ceil(fp8::TILE))),
             Format::Fp8Channel => Some((rows, 1)),
-            Format::Int8(g) | Format::Int8Offset(g) | Format::Int4(g) | Format::Int4Asym(g) => {
-                Some((rows, cols.div_ceil(g.cols(cols).max(1))))
-            }
             Format::Mxfp4 | Format::Mxfp8 => Some((rows, cols.div_ceil(mx::COLS))),
             Format::Nvfp4 => Some((rows, cols.div_ceil(mx::NV_COLS))),
-            _ => None,
+            _ => self.group().map(|g| (rows, cols.div_ceil(g.cols(cols).max(1)))),
         }
     }
 
@@ -260,27 +356,26 @@ impl Format {
         }
     }
 
-    /// Bytes of the zero points, for formats that have them: nibbles, those of eight rows in a word.
+    /// Bytes of the zero points, for formats that may have them: an I16 per scale.
     pub fn zero_point_bytes(self, rows: usize, cols: usize) -> usize {
-        match (self, self.scale_shape(rows, cols)) {
-            (Format::Int4Asym(_), Some((_, groups))) => rows.div_ceil(int::ZERO_ROWS) * groups * 4,
+        match self.scale_shape(rows, cols) {
+            Some((rows, groups)) if self.takes_zero_points() => rows * groups * 2,
             _ => 0,
         }
     }
 
-    /// Bytes of a whole matrix as stored, scales and zero points included (taken as F32 for FP8, INT8 per row, BF16 for groups of integers).
+    /// Bytes of a whole matrix as held: codes, scales (taken as F32 for FP8 and integers per row, BF16 for groups of integers), zero
+    /// points and column groups.
     pub fn stored_bytes(self, rows: usize, cols: usize) -> u64 {
         let codes = self.row_bytes(cols).unwrap_or(0) as u64 * rows as u64;
         let scale = match self {
-            Format::Int8(Group::Of(_))
-            | Format::Int8Offset(Group::Of(_))
-            | Format::Int4(Group::Of(_))
-            | Format::Int4Asym(Group::Of(_)) => 2,
             Format::Mxfp4 | Format::Mxfp8 | Format::Nvfp4 => 1,
+            _ if matches!(self.group(), Some(Group::Of(_))) => 2,
             _ => 4,
         };
         let scales = self.scale_shape(rows, cols).map_or(0, |(r, c)| r as u64 * c as u64 * scale);
-        codes + scales + self.zero_point_bytes(rows, cols) as u64
+        let order = if self.is_ordered() { cols as u64 * 4 } else { 0 };
+        codes + scales + self.zero_point_bytes(rows, cols) as u64 + order
     }
 }
 
@@ -376,8 +471,17 @@ pub struct Matrix {
     /// Bytes from one row to the next; more than `row_bytes` when rows of two matrices alternate.
     stride: usize,
     scales: Option<Scales>,
-    /// Of [`Format::zero_point_bytes`]; without them zero points are 8.
-    zeros: Option<Bytes>,
+    zeros: Option<ZeroPoints>,
+    /// Of each column; there exactly in ordered formats.
+    column_groups: Option<Arc<[u32]>>,
+}
+
+/// Zero points `[rows, groups]`; that of a row and group is `values[first + row * stride + group]`.
+#[derive(Debug, Clone)]
+struct ZeroPoints {
+    values: Arc<[i16]>,
+    first: usize,
+    stride: usize,
 }
 
 impl Matrix {
@@ -417,7 +521,14 @@ impl Matrix {
                 Some(Scales { bytes, kind, cols: c, stride: c, global: Global::Times(1.0) })
             }
         };
-        Ok(Matrix { format, rows, cols, codes, row_bytes, stride: row_bytes, scales, zeros: None })
+        let column_groups = match format.group() {
+            Some(group) if format.is_ordered() => {
+                let group = group.cols(cols);
+                Some((0..cols).map(|k| (k / group) as u32).collect())
+            }
+            _ => None,
+        };
+        Ok(Matrix { format, rows, cols, codes, row_bytes, stride: row_bytes, scales, zeros: None, column_groups })
     }
 
     /// Sets the factor of all E4M3 scales; without, it is 1. Nothing else has one.
@@ -428,23 +539,78 @@ impl Matrix {
         self
     }
 
-    /// Adds the zero points of an asymmetric format: words `[ceil(rows / 8), groups]`, row `n`'s in nibble `n % 8` of row `n / 8`.
-    /// Without them all are 8.
+    /// Adds the zero points of an asymmetric or ordered format: `[rows, groups]`, as its scales. Without them all are 8, or 128 where
+    /// codes are bytes.
     ///
     /// # Errors
-    /// Another format, or another length.
-    pub fn with_zero_points(self, zeros: Bytes) -> Result<Self, String> {
-        let want = self.format.zero_point_bytes(self.rows, self.cols);
-        if want == 0 || zeros.len() != want {
-            let (format, rows, cols) = (self.format, self.rows, self.cols);
-            return Err(format!("{format} [{rows}, {cols}] takes {want} bytes of zero points, found {}", zeros.len()));
+    /// Another format, another length, or a zero point that is neither a code nor one above the largest.
+    pub fn with_zero_points(self, zeros: Vec<i16>) -> Result<Self, String> {
+        let (format, rows, cols) = (self.format, self.rows, self.cols);
+        let shape = format.scale_shape(rows, cols).filter(|_| format.takes_zero_points());
+        let Some((_, groups)) = shape.filter(|&(r, c)| zeros.len() == r * c) else {
+            return Err(match shape {
+                Some((r, c)) => {
+                    format!("{format} [{rows}, {cols}] takes zero points [{r}, {c}], found {} of them", zeros.len())
+                }
+                None => format!("{format} has no zero points, but some were given"),
+            });
+        };
+        let most = 2 * format.middle() as i16;
+        if let Some(i) = zeros.iter().position(|z| !(0..=most).contains(z)) {
+            return Err(format!(
+                "zero point [{}, {}] is {}; those of {format} are 0..={most}",
+                i / groups,
+                i % groups,
+                zeros[i]
+            ));
         }
-        Ok(Matrix { zeros: Some(zeros), ..self })
+        Ok(Matrix { zeros: Some(ZeroPoints { values: zeros.into(), first: 0, stride: groups }), ..self })
     }
 
-    /// The zero points, where there are some.
-    pub fn zero_points(&self) -> Option<&Bytes> {
-        self.zeros.as_ref()
+    /// Sets the group of each column of an ordered format; without, columns are in the order of their groups.
+    ///
+    /// # Errors
+    /// Another format, another length, or a group that there is not.
+    pub fn with_column_groups(self, column_groups: Vec<u32>) -> Result<Self, String> {
+        let (format, rows, cols) = (self.format, self.rows, self.cols);
+        if !format.is_ordered() || column_groups.len() != cols {
+            let found = column_groups.len();
+            return Err(format!("{format} [{rows}, {cols}] was given groups of {found} columns"));
+        }
+        let groups = self.groups();
+        if let Some(k) = column_groups.iter().position(|&g| g as usize >= groups) {
+            return Err(format!("column {k} is of group {}, but there are {groups}", column_groups[k]));
+        }
+        Ok(Matrix { column_groups: Some(column_groups.into()), ..self })
+    }
+
+    /// The zero point of a row's group: of asymmetric and ordered formats what value 0 has as code, and 0 for all others, whose
+    /// offsets are in their definition.
+    ///
+    /// # Panics
+    /// May panic where there is no such row or group.
+    #[inline]
+    pub fn zero_point(&self, row: usize, group: usize) -> i32 {
+        match &self.zeros {
+            Some(zeros) => zeros.values[zeros.first + row * zeros.stride + group] as i32,
+            None if self.format.takes_zero_points() => self.format.middle(),
+            None => 0,
+        }
+    }
+
+    /// Whether zero points were given. Without, those of asymmetric and ordered formats are all 8, or 128 where codes are bytes.
+    pub fn has_zero_points(&self) -> bool {
+        self.zeros.is_some()
+    }
+
+    /// The group of each column of an ordered format, each below the number of groups, and `None` for all others.
+    pub fn column_groups(&self) -> Option<&[u32]> {
+        self.column_groups.as_deref()
+    }
+
+    /// Scales per row.
+    fn groups(&self) -> usize {
+        self.scales.as_ref().map_or(0, |s| s.cols)
     }
 
     /// How the matrix is encoded.
@@ -488,10 +654,12 @@ impl Matrix {
         self.stride
     }
 
-    /// Bytes of codes and scales that this handle covers.
+    /// Bytes of codes, scales, zero points and column groups that this handle covers.
     pub fn byte_len(&self) -> u64 {
         let scales = self.scales.as_ref().map_or(0, |s| self.scale_rows() * s.cols * s.kind.bytes());
-        (self.rows * self.row_bytes + scales + self.zeros.as_ref().map_or(0, Bytes::len)) as u64
+        let zeros = if self.has_zero_points() { self.rows * self.groups() * 2 } else { 0 };
+        let order = self.column_groups.as_ref().map_or(0, |g| g.len() * 4);
+        (self.rows * self.row_bytes + scales + zeros + order) as u64
     }
 
     fn scale_rows(&self) -> usize {
@@ -515,8 +683,7 @@ impl Matrix {
             None => None,
             Some(s) => {
                 let tall = if self.format == Format::Fp8Block { fp8::TILE } else { 1 };
-                let shared = if self.zeros.is_some() { int::ZERO_ROWS } else { tall };
-                if shared > 1 && (step != 1 || !first.is_multiple_of(shared)) {
+                if tall > 1 && (step != 1 || !first.is_multiple_of(tall)) {
                     return Err(format!(
                         "{} cannot be split at row {first}, step {step}: rows share scales",
                         self.format
@@ -528,9 +695,10 @@ impl Matrix {
                 Some(Scales { bytes, stride: s.stride * step, ..s.clone() })
             }
         };
-        let zeros = self.zeros.as_ref().map(|zeros| {
-            let row = zeros.len() / self.rows.div_ceil(int::ZERO_ROWS);
-            zeros.slice(first / int::ZERO_ROWS * row..(first + count).div_ceil(int::ZERO_ROWS) * row)
+        let zeros = self.zeros.as_ref().map(|zeros| ZeroPoints {
+            values: zeros.values.clone(),
+            first: zeros.first + first * zeros.stride,
+            stride: zeros.stride * step,
         });
         Ok(Matrix {
             zeros,
@@ -555,10 +723,8 @@ impl Matrix {
         match self.format {
             Format::F32 | Format::F16 | Format::Bf16 => float::decode(self, row, start, out),
             Format::Fp8Block | Format::Fp8Channel => fp8::decode(self, row, start, out),
-            Format::Int8(_) | Format::Int8Offset(_) | Format::Int4(_) | Format::Int4Asym(_) => {
-                int::decode(self, row, start, out)
-            }
             Format::Mxfp4 | Format::Mxfp8 | Format::Nvfp4 => mx::decode(self, row, start, out),
+            _ if self.format.group().is_some() => int::decode(self, row, start, out),
             _ => ggml::decode(self, row, start, out),
         }
     }

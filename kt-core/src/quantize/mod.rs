@@ -16,7 +16,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use rayon::prelude::*;
 
-use crate::format::{Format, Global, Group, Matrix, ScaleType, fp8, int};
+use crate::format::{Format, Global, Group, Matrix, ScaleType, fp8};
 
 pub use source::Requantized;
 
@@ -78,10 +78,7 @@ pub fn relative_error(reference: &[f32], got: &[f32]) -> Errors {
 /// Type of the separate scales that encoding to a format writes.
 pub(crate) fn scale_type(format: Format) -> ScaleType {
     match format {
-        Format::Int8(Group::Of(_))
-        | Format::Int8Offset(Group::Of(_))
-        | Format::Int4(Group::Of(_))
-        | Format::Int4Asym(Group::Of(_)) => ScaleType::Bf16,
+        _ if matches!(format.group(), Some(Group::Of(_))) => ScaleType::Bf16,
         Format::Mxfp4 | Format::Mxfp8 => ScaleType::E8m0,
         Format::Nvfp4 => ScaleType::E4m3,
         _ => ScaleType::F32,
@@ -105,32 +102,35 @@ fn encode_bands(
     let kind = scale_type(format);
     let (scale_rows, scale_cols) = format.scale_shape(rows, cols).unwrap_or((0, 0));
     let mut codes = vec![0u8; rows.checked_mul(row_bytes).ok_or_else(overflow)?];
-    let mut zeros = vec![0u8; format.zero_point_bytes(rows, cols)];
+    let zero_cols = if format.takes_zero_points() { scale_cols } else { 0 };
+    let mut zeros = vec![0i16; scale_rows * zero_cols];
     let mut scales = vec![0u8; scale_rows * scale_cols * kind.bytes()];
 
     let band = band_rows(format);
     let band_scale_bytes = scales.len() / scale_rows.max(1) * if format == Format::Fp8Block { 1 } else { band };
-    let band_zero_bytes = zeros.len() / rows.div_ceil(int::ZERO_ROWS).max(1) * (band / int::ZERO_ROWS);
     let mut bands = Vec::with_capacity(rows.div_ceil(band));
     let (mut codes_left, mut scales_left, mut zeros_left) = (&mut codes[..], &mut scales[..], &mut zeros[..]);
     for first in (0..rows).step_by(band) {
         let range = first..rows.min(first + band);
         let codes = codes_left.split_off_mut(..range.len() * row_bytes).ok_or_else(overflow)?;
         let scales = scales_left.split_off_mut(..band_scale_bytes.min(scales_left.len())).ok_or_else(overflow)?;
-        let zeros = zeros_left.split_off_mut(..band_zero_bytes.min(zeros_left.len())).ok_or_else(overflow)?;
+        let zeros = zeros_left.split_off_mut(..range.len() * zero_cols).ok_or_else(overflow)?;
         bands.push((range, codes, scales, zeros));
     }
-    // NVFP4's factor makes the largest value that of the largest code and scale.
-    let global = if format == Format::Nvfp4 {
-        let amax = bands.par_iter().map_init(Vec::new, |values, (range, ..)| {
+    // NVFP4's factor makes the largest value that of the largest code and scale; ordered formats sort columns by their largest values.
+    let largest = if format == Format::Nvfp4 || format.is_ordered() {
+        let bands = bands.par_iter().map_init(Vec::new, |values, (range, ..)| {
             values.resize(range.len() * cols, 0.0);
             read(range.clone(), values);
-            rows::amax(values)
+            rows::column_amax(values, cols)
         });
-        rows::divisor(amax.reduce(|| 0.0, f32::max), 448.0 * 6.0)
+        let max = |a: Vec<f32>, b: Vec<f32>| a.iter().zip(&b).map(|(a, b)| a.max(*b)).collect();
+        bands.reduce(|| vec![0.0; cols], max)
     } else {
-        1.0
+        Vec::new()
     };
+    let global = if format == Format::Nvfp4 { rows::divisor(rows::amax(&largest), 448.0 * 6.0) } else { 1.0 };
+    let order = format.group().filter(|_| format.is_ordered()).map(|group| Order::new(&largest, group.cols(cols)));
     bands.into_par_iter().try_for_each_init(Vec::new, |values, (range, codes, scales, zeros)| {
         let first = range.start;
         values.resize(range.len() * cols, 0.0);
@@ -138,18 +138,62 @@ fn encode_bands(
         if let Some(i) = rows::unfit(format, values) {
             return Err(format!("{format} cannot hold value [{}, {}], {}", first + i / cols, i % cols, values[i]));
         }
-        rows::encode(format, cols, values, codes, scales, (zeros, global));
+        match &order {
+            None => rows::encode(format, cols, values, codes, scales, (zeros, global)),
+            Some(order) => order.encode(format, values, codes, scales, zeros),
+        }
         Ok(())
     })?;
 
     let scales = format.scale_shape(rows, cols).map(|_| (Bytes::from(scales), kind));
     let mut matrix =
         Matrix::new(format, rows, cols, Bytes::from(codes), scales)?.with_global_scale(Global::Times(global));
-    if !zeros.is_empty() {
-        matrix = matrix.with_zero_points(zeros.into())?;
+    if format.takes_zero_points() {
+        matrix = matrix.with_zero_points(zeros)?;
+    }
+    if let Some(order) = order {
+        matrix = matrix.with_column_groups(order.column_groups)?;
     }
     matrix.check_scales().map_err(|e| format!("values are too large for {format}: {e}"))?;
     Ok(matrix)
+}
+
+/// Which columns share a group in an ordered format: those of about the same size.
+struct Order {
+    /// Column that comes first, second, …: those of a group follow each other.
+    columns: Vec<usize>,
+    column_groups: Vec<u32>,
+}
+
+impl Order {
+    /// `largest` holds the largest magnitude of each column.
+    fn new(largest: &[f32], group: usize) -> Order {
+        let mut columns: Vec<usize> = (0..largest.len()).collect();
+        columns.sort_by(|&a, &b| largest[b].total_cmp(&largest[a]));
+        let mut column_groups = vec![0; largest.len()];
+        for (i, &column) in columns.iter().enumerate() {
+            column_groups[column] = (i / group.max(1)) as u32;
+        }
+        Order { columns, column_groups }
+    }
+
+    /// Encodes a band as if its columns were in this order, and puts their codes back.
+    fn encode(&self, format: Format, values: &[f32], codes: &mut [u8], scales: &mut [u8], zeros: &mut [i16]) {
+        let cols = self.columns.len();
+        let sorted: Vec<f32> =
+            values.chunks_exact(cols.max(1)).flat_map(|row| self.columns.iter().map(|&c| row[c])).collect();
+        let mut sorted_codes = vec![0; codes.len()];
+        rows::encode(format, cols, &sorted, &mut sorted_codes, scales, (zeros, 1.0));
+        let row_bytes = (codes.len() * cols / values.len().max(1)).max(1);
+        for (codes, sorted) in codes.chunks_exact_mut(row_bytes).zip(sorted_codes.chunks_exact(row_bytes)) {
+            for (i, &column) in self.columns.iter().enumerate() {
+                match row_bytes == cols {
+                    true => codes[column] = sorted[i],
+                    false => codes[column / 2] |= (sorted[i / 2] >> (i % 2 * 4) & 15) << (column % 2 * 4),
+                }
+            }
+        }
+    }
 }
 
 #[cfg(test)]

@@ -4,7 +4,6 @@ use super::blocks;
 use super::search::{nearest, reciprocal, scale_and_zero, symmetric_scale};
 use crate::format::float::{bf16_to_f32, f32_to_bf16};
 use crate::format::fp8::{E4M3, TILE, f32_to_e4m3};
-use crate::format::int::zero_point_at;
 use crate::format::mx::{self, E2M1, e8m0_to_f32, f32_to_e2m1};
 use crate::format::{Format, Group};
 
@@ -26,7 +25,7 @@ pub(super) fn encode(
     values: &[f32],
     codes: &mut [u8],
     scales: &mut [u8],
-    (zeros, global): (&mut [u8], f32),
+    (zeros, global): (&mut [i16], f32),
 ) {
     match format {
         Format::F32 => copy(values, codes, f32::to_le_bytes),
@@ -48,14 +47,26 @@ pub(super) fn encode(
             groups(group, cols, values, codes, scales, 1, |v, stored, codes| int8(v, 0x80, stored, codes));
         }
         Format::Int4(group) => groups(group, cols, values, codes, scales, 2, int4),
-        Format::Int4Asym(group) => {
-            let per_row = cols / group.cols(cols).max(1);
-            let mut index = 0;
+        // Columns of ordered formats come in the order of their groups.
+        Format::Int4Asym(group) | Format::Int4Ordered(group) => {
+            let mut zeros = zeros.iter_mut();
             groups(group, cols, values, codes, scales, 2, |v, stored, codes| {
-                let (scale, zero) = int4_asymmetric(v, stored, codes);
-                let (at, shift) = zero_point_at(index / per_row, index % per_row, per_row);
-                zeros[at] |= zero << shift;
-                index += 1;
+                let (scale, zero) = scale_and_zero(v, 15, stored);
+                let code = asymmetric_code(scale, zero, 15.0);
+                for (byte, v) in codes.iter_mut().zip(v.as_chunks::<2>().0) {
+                    *byte = code(v[0]) | code(v[1]) << 4;
+                }
+                zeros.next().into_iter().for_each(|z| *z = zero as i16);
+                scale
+            });
+        }
+        Format::Int8Asym(group) | Format::Int8Ordered(group) => {
+            let mut zeros = zeros.iter_mut();
+            groups(group, cols, values, codes, scales, 1, |v, stored, codes| {
+                let (scale, zero) = scale_and_zero(v, 255, stored);
+                let code = asymmetric_code(scale, zero, 255.0);
+                codes.iter_mut().zip(v).for_each(|(byte, v)| *byte = code(*v));
+                zeros.next().into_iter().for_each(|z| *z = zero as i16);
                 scale
             });
         }
@@ -124,6 +135,17 @@ pub(super) fn amax(values: &[f32]) -> f32 {
         }
     }
     lanes.iter().chain(rest).fold(0.0, |a, v| a.max(v.abs()))
+}
+
+/// Largest magnitude of each column of `[rows, cols]` values.
+pub(super) fn column_amax(values: &[f32], cols: usize) -> Vec<f32> {
+    let mut largest = vec![0f32; cols];
+    for row in values.chunks_exact(cols.max(1)) {
+        for (largest, v) in largest.iter_mut().zip(row) {
+            *largest = largest.max(v.abs());
+        }
+    }
+    largest
 }
 
 /// The scale that maps `amax` to `largest`; 1 for values so small that they count as zero.
@@ -198,15 +220,10 @@ fn int4(values: &[f32], stored: fn(f32) -> f32, codes: &mut [u8]) -> f32 {
     scale
 }
 
-/// Scale and zero point of a group.
-fn int4_asymmetric(values: &[f32], stored: fn(f32) -> f32, codes: &mut [u8]) -> (f32, u8) {
-    let (scale, zero) = scale_and_zero(values, stored);
+/// The code in `0..=top` of a value, with a group's scale and zero point.
+fn asymmetric_code(scale: f32, zero: f32, top: f32) -> impl Fn(f32) -> u8 {
     let inverse = 1.0 / scale;
-    let code = |v: f32| (nearest(v * inverse) + zero).clamp(0.0, 15.0) as i32 as u8;
-    for (byte, v) in codes.iter_mut().zip(values.as_chunks::<2>().0) {
-        *byte = code(v[0]) | code(v[1]) << 4;
-    }
-    (scale, zero as i32 as u8)
+    move |v| (nearest(v * inverse) + zero).clamp(0.0, top) as i32 as u8
 }
 
 fn nvfp4(values: &[f32], codes: &mut [u8], scales: &mut [u8], global: f32) {

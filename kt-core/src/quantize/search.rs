@@ -95,24 +95,25 @@ pub(super) fn scale_and_minimum<const N: usize>(values: &[f32; N], top: u8, sign
     best
 }
 
-/// Scale `s` and zero point `z` in `0..=15` for `v = s * (q - z)`, with codes `q` in `0..=15`. `stored` gives what a scale is stored as;
+/// Scale `s` and zero point `z` in `0..=top` for `v = s * (q - z)`, with codes `q` in `0..=top`. `stored` gives what a scale is stored as;
 /// values too small for it have scale 1.
-pub(super) fn scale_and_zero(values: &[f32], stored: fn(f32) -> f32) -> (f32, f32) {
+pub(super) fn scale_and_zero(values: &[f32], top: u8, stored: fn(f32) -> f32) -> (f32, f32) {
+    let top = top as f32;
     let low = values.iter().fold(0f32, |a, &v| if v < a { v } else { a });
     let high = values.iter().fold(0f32, |a, &v| if v > a { v } else { a });
-    let (mut best, mut best_error) = ((1.0, 8.0), f32::INFINITY);
-    // Steps that the values span, more than 15 of them clipped at one end or both.
+    let (mut best, mut best_error) = ((1.0, (top + 1.0) * 0.5), f32::INFINITY);
+    // Steps that the values span, more than there are clipped at one end or both.
     for step in -4..=16 {
-        let scale = stored((high - low) / (15.0 + step as f32 * 0.25));
+        let scale = stored((high - low) / (top + step as f32 * 0.25));
         let inverse = 1.0 / scale;
         if !scale.is_normal() || !inverse.is_normal() {
             continue;
         }
-        let middle = nearest(7.5 - (high + low) * 0.5 * inverse);
+        let middle = nearest(top * 0.5 - (high + low) * 0.5 * inverse);
         for zero in [middle - 1.0, middle, middle + 1.0] {
-            let zero = zero.clamp(0.0, 15.0);
+            let zero = zero.clamp(0.0, top);
             let [error] = sums(values, |v| {
-                let diff = scale * ((nearest(v * inverse) + zero).clamp(0.0, 15.0) - zero) - v;
+                let diff = scale * ((nearest(v * inverse) + zero).clamp(0.0, top) - zero) - v;
                 [diff * diff]
             });
             if error < best_error {

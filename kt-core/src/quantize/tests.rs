@@ -1,41 +1,10 @@
 use std::sync::Arc;
 
 use super::*;
+use crate::format::ALL;
 use crate::layer::Proj;
 use crate::source::WeightSource;
 use crate::source::synthetic::SyntheticSource;
-
-const FORMATS: [Format; 29] = [
-    Format::F32,
-    Format::F16,
-    Format::Bf16,
-    Format::Fp8Block,
-    Format::Fp8Channel,
-    Format::Int8(Group::Row),
-    Format::Int8(Group::Of(32)),
-    Format::Int8Offset(Group::Row),
-    Format::Int8Offset(Group::Of(16)),
-    Format::Int4(Group::Row),
-    Format::Int4(Group::Of(32)),
-    Format::Int4Asym(Group::Row),
-    Format::Int4Asym(Group::Of(32)),
-    Format::Mxfp4,
-    Format::Mxfp8,
-    Format::Nvfp4,
-    Format::Q8_0,
-    Format::Q4_0,
-    Format::Q4K,
-    Format::Q5K,
-    Format::Q6K,
-    Format::Q4_1,
-    Format::Q5_0,
-    Format::Q5_1,
-    Format::Q2K,
-    Format::Q3K,
-    Format::Iq4Nl,
-    Format::Iq4Xs,
-    Format::Mxfp4Ggml,
-];
 
 fn normal(rows: usize, cols: usize) -> Vec<f32> {
     let source =
@@ -75,6 +44,11 @@ fn errors_on_a_trained_model_are_at_most_those_of_common_encoders() {
         (Format::Int4Asym(Group::Row), 0.1085),
         (Format::Int4Asym(Group::Of(128)), 0.1000),
         (Format::Int4Asym(Group::Of(32)), 0.0804),
+        (Format::Int4Ordered(Group::Row), 0.1085),
+        (Format::Int4Ordered(Group::Of(32)), 0.0804),
+        (Format::Int8Asym(Group::Row), 0.0069),
+        (Format::Int8Asym(Group::Of(32)), 0.0057),
+        (Format::Int8Ordered(Group::Of(32)), 0.0057),
         (Format::Mxfp4, 0.1159),
         (Format::Mxfp8, 0.0300),
         (Format::Nvfp4, 0.0952),
@@ -112,7 +86,7 @@ fn errors_on_a_trained_model_are_at_most_those_of_common_encoders() {
 
 #[test]
 fn every_format_and_awkward_shape_comes_back_close() {
-    for format in FORMATS {
+    for format in ALL {
         let mut fitting = 0;
         for (rows, cols) in [(1, 32), (3, 96), (17, 704), (129, 256), (40, 512), (130, 192)] {
             let values = normal(rows, cols);
@@ -129,7 +103,11 @@ fn every_format_and_awkward_shape_comes_back_close() {
                 Format::F32 => 0.0,
                 Format::F16 => 3e-4,
                 Format::Bf16 => 2e-3,
-                Format::Int8(_) | Format::Int8Offset(_) | Format::Q8_0 => 0.01,
+                Format::Int8(_)
+                | Format::Int8Offset(_)
+                | Format::Int8Asym(_)
+                | Format::Int8Ordered(_)
+                | Format::Q8_0 => 0.01,
                 Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => 0.03,
                 Format::Q6K => 0.02,
                 Format::Q5K | Format::Q5_0 | Format::Q5_1 => 0.05,
@@ -144,16 +122,48 @@ fn every_format_and_awkward_shape_comes_back_close() {
     }
 }
 
+fn zero_points(m: &Matrix) -> Vec<i32> {
+    let groups = m.scales().map_or(0, |s| s.cols());
+    (0..m.rows()).flat_map(|row| (0..groups).map(move |g| m.zero_point(row, g))).collect()
+}
+
 #[test]
 fn the_number_of_threads_does_not_matter() {
     let values = normal(150, 256);
-    for format in FORMATS {
+    for format in ALL {
         let bytes = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let m = pool.install(|| encode(format, 150, 256, &values)).unwrap();
-            (m.codes().clone(), m.scales().map(|s| s.bytes().to_vec()), m.zero_points().cloned())
+            (
+                m.codes().clone(),
+                m.scales().map(|s| s.bytes().to_vec()),
+                zero_points(&m),
+                m.column_groups().map(<[u32]>::to_vec),
+            )
         };
         assert_eq!(bytes(1), bytes(3), "{format}");
+    }
+}
+
+#[test]
+fn ordered_formats_put_columns_of_one_size_together() {
+    // Every fourth column is a hundred times as large as the others.
+    let (rows, cols) = (20, 256);
+    let mut values = normal(rows, cols);
+    for (i, v) in values.iter_mut().enumerate() {
+        *v *= if i % 4 == 1 { 100.0 } else { 1.0 };
+    }
+    let small = |values: &[f32]| -> Vec<f32> {
+        values.iter().enumerate().filter(|(i, _)| i % 4 != 1).map(|(_, &v)| v).collect()
+    };
+    let error =
+        |format| relative_error(&small(&values), &small(&encode(format, rows, cols, &values).unwrap().decode()));
+    for (asymmetric, ordered, bound) in [
+        (Format::Int4Asym(Group::Of(32)), Format::Int4Ordered(Group::Of(32)), 0.13),
+        (Format::Int8Asym(Group::Of(32)), Format::Int8Ordered(Group::Of(32)), 0.01),
+    ] {
+        let (without, with) = (error(asymmetric).rms_ratio, error(ordered).rms_ratio);
+        assert!(with < bound && without > 10.0 * with.min(0.09), "{ordered}: {with}, in order {without}");
     }
 }
 
@@ -167,14 +177,14 @@ fn exact_values_stay_exact() {
         let allowed = if matches!(format, Format::Int4(_)) { 0.0 } else { 0.01 };
         assert!(error.rms_ratio <= allowed, "{format}: {error:?}");
     }
-    for format in FORMATS {
+    for format in ALL {
         assert_eq!(encode(format, 3, 256, &[0.0; 768]).unwrap().decode(), [0.0; 768], "{format} of zeros");
     }
 }
 
 #[test]
 fn constant_positive_tiny_and_huge_rows_are_no_trouble() {
-    for format in FORMATS {
+    for format in ALL {
         for v in [1.0, -1.0, 3e-5, -1e-30, f32::MIN_POSITIVE / 8.0, 100.0] {
             let decoded = encode(format, 2, 256, &[v; 512]).unwrap().decode();
             assert!(decoded.iter().all(|d| d.is_finite()), "{format} of {v}");
@@ -200,7 +210,7 @@ fn constant_positive_tiny_and_huge_rows_are_no_trouble() {
 fn what_cannot_be_held_is_named() {
     let mut values = vec![0.5; 1024];
     values[256 * 2 + 9] = f32::NAN;
-    for format in FORMATS {
+    for format in ALL {
         match format {
             Format::F32 | Format::F16 | Format::Bf16 => {
                 assert!(encode(format, 4, 256, &values).unwrap().decode()[521].is_nan());
@@ -219,7 +229,7 @@ fn what_cannot_be_held_is_named() {
 
 #[test]
 fn empty_matrices_are_matrices() {
-    for format in FORMATS {
+    for format in ALL {
         assert_eq!(encode(format, 0, 256, &[]).unwrap().rows(), 0);
     }
 }
@@ -250,7 +260,7 @@ fn requantized_experts_are_those_of_encode() {
             assert_eq!(to.format(), layer.format(proj));
             assert_eq!(to.codes(), want.codes());
             assert_eq!(to.scales().map(|s| s.bytes()), want.scales().map(|s| s.bytes()));
-            assert_eq!(to.zero_points(), want.zero_points());
+            assert_eq!(zero_points(&to), zero_points(&want));
             assert_eq!(source.bias(layer.index, 2, proj).unwrap(), plain.bias(layer.index, 2, proj).unwrap());
         }
     }

@@ -388,12 +388,14 @@ fn generate(mut random: Random, format: Format, rows: usize, cols: usize) -> Res
         Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => (bytes(&mut random, size, &t.fp8), Some(&t.fp8)),
         Format::Mxfp4 | Format::Nvfp4 => (bytes(&mut random, size, &t.e2m1), Some(&t.e2m1)),
         Format::Int8(_) => (bytes(&mut random, size, &t.int8), Some(&t.int8)),
-        Format::Int8Offset(_) => {
+        Format::Int8Offset(_) | Format::Int8Asym(_) | Format::Int8Ordered(_) => {
             let mut codes = bytes(&mut random, size, &t.int8);
             codes.iter_mut().for_each(|c| *c ^= 0x80);
             (codes, Some(&t.int8))
         }
-        Format::Int4(_) | Format::Int4Asym(_) => (bytes(&mut random, size, &t.nibbles), Some(&t.nibbles)),
+        Format::Int4(_) | Format::Int4Asym(_) | Format::Int4Ordered(_) => {
+            (bytes(&mut random, size, &t.nibbles), Some(&t.nibbles))
+        }
         _ => {
             let mut codes = vec![0; size];
             match format {
@@ -461,15 +463,28 @@ fn generate(mut random: Random, format: Format, rows: usize, cols: usize) -> Res
         }
         (Bytes::from(out), kind)
     });
-    let matrix =
+    let mut matrix =
         Matrix::new(format, rows, cols, Bytes::from(codes), scales)?.with_global_scale(Global::Times(deviation));
-    match format.zero_point_bytes(rows, cols) {
-        0 => Ok(matrix),
-        // 7, 8 and 9 in turns, so that their mean is 8.
-        n => {
-            let zero = |i: usize| 7 + (i % 3) as u8;
-            matrix.with_zero_points((0..n).map(|i| zero(2 * i) | zero(2 * i + 1) << 4).collect())
+    if let Some((rows, groups)) = format.scale_shape(rows, cols).filter(|_| format.takes_zero_points()) {
+        matrix = matrix.with_zero_points((0..rows * groups).map(|i| zero_point(format, i)).collect())?;
+    }
+    if let Some(in_order) = matrix.column_groups() {
+        let mut groups = in_order.to_vec();
+        for i in (1..cols).rev() {
+            groups.swap(i, random.next() as usize % (i + 1));
         }
+        matrix = matrix.with_column_groups(groups)?;
+    }
+    Ok(matrix)
+}
+
+/// Zero point `i`: around the middle in turns, so that their mean is the middle, and sometimes the largest and the smallest.
+fn zero_point(format: Format, i: usize) -> i16 {
+    let (middle, step) = if format.block_cols() == 2 { (8, 1) } else { (128, 11) };
+    match i % 509 {
+        7 => 2 * middle,
+        300 => 0,
+        _ => middle + (i % 3) as i16 * step - step,
     }
 }
 

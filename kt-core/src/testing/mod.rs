@@ -20,7 +20,7 @@ use crate::cpu::input::InputLayout;
 use crate::cpu::team::Team;
 use crate::cpu::tier::Tier;
 use crate::error::Unsupported;
-use crate::format::{Format, Group};
+use crate::format::{ALL, Format};
 use crate::scheduler::{self, Home};
 use crate::source::WeightSource;
 use crate::source::synthetic::{SyntheticBuilder, SyntheticSource};
@@ -57,42 +57,6 @@ impl Random {
         (0..12).map(|_| self.uniform()).sum::<f32>() - 6.0
     }
 }
-
-/// Every format that this build knows, with the group sizes that checkpoints use.
-pub const FORMATS: [Format; 32] = [
-    Format::F32,
-    Format::F16,
-    Format::Bf16,
-    Format::Fp8Block,
-    Format::Fp8Channel,
-    Format::Int8(Group::Row),
-    Format::Int8(Group::Of(32)),
-    Format::Int8(Group::Of(128)),
-    Format::Int8Offset(Group::Row),
-    Format::Int8Offset(Group::Of(128)),
-    Format::Int4(Group::Row),
-    Format::Int4(Group::Of(32)),
-    Format::Int4(Group::Of(64)),
-    Format::Int4(Group::Of(128)),
-    Format::Int4Asym(Group::Of(32)),
-    Format::Int4Asym(Group::Of(128)),
-    Format::Mxfp4,
-    Format::Mxfp8,
-    Format::Nvfp4,
-    Format::Q8_0,
-    Format::Q4_0,
-    Format::Q4K,
-    Format::Q5K,
-    Format::Q6K,
-    Format::Q4_1,
-    Format::Q5_0,
-    Format::Q5_1,
-    Format::Q2K,
-    Format::Q3K,
-    Format::Iq4Nl,
-    Format::Iq4Xs,
-    Format::Mxfp4Ggml,
-];
 
 /// (hidden, intermediate, experts): one below, at and above tiles and blocks, and what real models have.
 pub const SHAPES: [(usize, usize, usize); 6] =
@@ -301,7 +265,7 @@ pub fn conformance<B: Backend>(backend: impl Fn(Tier) -> Result<B, Unsupported>)
         built = true;
         let mut declined = Vec::new();
         let mut label_tier = String::new();
-        for format in FORMATS {
+        for format in ALL {
             let mut accepted = false;
             for shape in SHAPES {
                 let (hidden, intermediate, experts) = shape;

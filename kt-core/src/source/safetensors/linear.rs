@@ -22,7 +22,7 @@ use safetensors::Dtype;
 use super::shards::{Shards, Tensor};
 use crate::error::Result;
 use crate::format::float::f32_at;
-use crate::format::{Format, Global, Group, Matrix, ScaleType, fp8, int, mx};
+use crate::format::{Format, Global, Group, Matrix, ScaleType, fp8, mx};
 
 /// The linear layer `base` (its name without `.weight`), and the name of the tensor that holds its codes.
 ///
@@ -145,6 +145,7 @@ fn packed<'a>(
     let Some((_, shape)) = shards.get(&shape_name) else {
         return Err(shards.fail(&shape_name, "missing: packed weights need it"));
     };
+    let data = cols.is_none();
     let cols = match cols {
         Some(cols) => cols,
         None => match stored_shape(shards, shape) {
@@ -167,11 +168,12 @@ fn packed<'a>(
     let Some((_, zeros)) = shards.get(&zeros_name) else {
         return Ok((name, matrix(shards, format, (rows, cols), (name, codes), Some((scale_name, scale)))?));
     };
-    let Format::Int4(group) = format else {
-        return Err(shards.fail(&zeros_name, format!("its matrix is asymmetric {format}, which is not supported yet")));
+    let (format, bits) = match format {
+        Format::Int4(group) => (Format::Int4Asym(group), 4),
+        _ => (Format::Int8Asym(group), 8),
     };
-    let format = Format::Int4Asym(group);
-    let words = [rows.div_ceil(int::ZERO_ROWS), cols / group.cols(cols)];
+    let groups = cols / group.cols(cols);
+    let words = [rows.div_ceil(32 / bits), groups];
     if zeros.dtype != Dtype::I32 || zeros.shape != words {
         let what = format!(
             "is {:?} {:?}; zero points of {format} [{rows}, {cols}] are I32 {words:?}",
@@ -180,7 +182,23 @@ fn packed<'a>(
         return Err(shards.fail(&zeros_name, what));
     }
     let m = matrix(shards, format, (rows, cols), (name, codes), Some((scale_name, scale)))?;
-    Ok((name, m.with_zero_points(shards.bytes(zeros)).map_err(|e| shards.fail(&zeros_name, e))?))
+    if !data {
+        return Ok((name, m));
+    }
+    let zeros = unpack_rows(&shards.bytes(zeros), bits, rows, groups);
+    Ok((name, m.with_zero_points(zeros).map_err(|e| shards.fail(&zeros_name, e))?))
+}
+
+/// Numbers `[rows, cols]` out of words `[ceil(rows * bits / 32), cols]` that each hold those of consecutive rows, the first one lowest.
+fn unpack_rows(words: &[u8], bits: usize, rows: usize, cols: usize) -> Vec<i16> {
+    let mut out = vec![0; rows * cols];
+    for (row, out) in out.chunks_exact_mut(cols.max(1)).enumerate() {
+        let (word, shift) = (row / (32 / bits), row % (32 / bits) * bits);
+        for (o, word) in out.iter_mut().zip(words[word * cols * 4..].as_chunks::<4>().0) {
+            *o = (u32::from_le_bytes(*word) >> shift & ((1 << bits) - 1)) as i16;
+        }
+    }
+    out
 }
 
 /// E2M1 codes of two columns per byte, all dimensions but those of a row folded, with their E8M0 scales.

@@ -1,37 +1,5 @@
 use super::*;
-use crate::format::Group;
-
-const FORMATS: [Format; 29] = [
-    Format::F32,
-    Format::F16,
-    Format::Bf16,
-    Format::Fp8Block,
-    Format::Fp8Channel,
-    Format::Int8(Group::Row),
-    Format::Int8(Group::Of(32)),
-    Format::Int8Offset(Group::Row),
-    Format::Int8Offset(Group::Of(16)),
-    Format::Int4(Group::Row),
-    Format::Int4(Group::Of(32)),
-    Format::Int4Asym(Group::Row),
-    Format::Int4Asym(Group::Of(32)),
-    Format::Mxfp4,
-    Format::Mxfp8,
-    Format::Nvfp4,
-    Format::Q8_0,
-    Format::Q4_0,
-    Format::Q4K,
-    Format::Q5K,
-    Format::Q6K,
-    Format::Q4_1,
-    Format::Q5_0,
-    Format::Q5_1,
-    Format::Q2K,
-    Format::Q3K,
-    Format::Iq4Nl,
-    Format::Iq4Xs,
-    Format::Mxfp4Ggml,
-];
+use crate::format::ALL;
 
 fn moments(values: &[f32]) -> (f64, f64) {
     let n = values.len() as f64;
@@ -43,7 +11,7 @@ fn moments(values: &[f32]) -> (f64, f64) {
 fn every_format_decodes_to_normal_values_of_the_right_size() {
     let shapes = [(96, 704), (704, 96), (512, 256), (130, 192), (256, 768)];
     let mut seen = Vec::new();
-    for format in FORMATS {
+    for format in ALL {
         for (intermediate, hidden) in shapes {
             let source = SyntheticSource::builder().hidden(hidden).intermediate(intermediate).format(format).build();
             let Ok(source) = source else {
@@ -60,7 +28,7 @@ fn every_format_decodes_to_normal_values_of_the_right_size() {
                 let (mean, deviation) = moments(&values);
                 let ratio = deviation / target;
                 assert!((0.85..1.15).contains(&ratio), "{format} {proj:?} {hidden}: {ratio}");
-                assert!(mean.abs() < 0.05 * target, "{format} {proj:?} {hidden}: mean {mean}");
+                assert!(mean.abs() < 0.06 * target, "{format} {proj:?} {hidden}: mean {mean}");
                 // A normal distribution has 4.55 % of its values beyond two deviations.
                 let far = values.iter().filter(|v| (v.abs() as f64) > 2.0 * deviation).count();
                 let share = far as f64 / values.len() as f64;
@@ -72,13 +40,13 @@ fn every_format_decodes_to_normal_values_of_the_right_size() {
         }
     }
     seen.dedup();
-    assert_eq!(seen, FORMATS, "each format fits at least one of the shapes");
+    assert_eq!(seen, ALL, "each format fits at least one of the shapes");
 }
 
 #[test]
 fn the_seed_decides_and_no_two_matrices_are_equal() {
     let build = |seed| SyntheticSource::builder().layers(2).experts(3).biases(true).seed(seed).build().unwrap();
-    for format in FORMATS {
+    for format in ALL {
         let one = SyntheticSource::builder().format(format).build().unwrap();
         let two = SyntheticSource::builder().format(format).build().unwrap();
         let (a, b) = (one.matrix(0, 1, Proj::Up).unwrap(), two.matrix(0, 1, Proj::Up).unwrap());
