@@ -13,7 +13,7 @@ mod x86 {
     use criterion::{BenchmarkId, Criterion, Throughput};
     use kt_avx512::Avx;
     use kt_core::cpu::input::{BLOCK, Inputs};
-    use kt_core::cpu::kernel::{Kernel, Scratch, Weights};
+    use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
     use kt_core::cpu::memory::zeroed_pages;
     use kt_core::cpu::tier::Tier;
     use kt_core::testing::Random;
@@ -71,7 +71,6 @@ mod x86 {
             for &rows in rows {
                 let packed = inputs(kernel, format, rows);
                 let x = Inputs::new(layout, rows, cols, &packed);
-                let pick: Vec<u32> = (0..rows as u32).collect();
                 let mut out = vec![0.0; rows * outputs];
                 group.throughput(if kind == "decode" {
                     Throughput::Bytes(size as u64)
@@ -81,7 +80,7 @@ mod x86 {
                 let mut next = 0;
                 group.bench_function(BenchmarkId::from_parameter(rows), |b| {
                     b.iter(|| {
-                        kernel.product(&experts[next], 0..outputs, x, &pick, &mut out, &mut scratch);
+                        kernel.product(Outputs::new(&experts[next], 0..outputs), x, 0..rows, &mut out, &mut scratch);
                         next = (next + 1) % experts.len();
                     });
                 });

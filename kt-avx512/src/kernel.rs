@@ -5,36 +5,39 @@
 use std::ops::Range;
 
 use kt_core::activation::Activation;
-use kt_core::cpu::input::{self, BLOCK, InputLayout, Inputs};
-use kt_core::cpu::kernel::{Kernel, Scratch, Weights};
+use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
+use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
 use kt_core::cpu::tier::Tier;
+use kt_core::format::mx;
 use kt_core::{Format, Group, Matrix, Unsupported};
 
+use crate::inputs::PackInput;
 use crate::isa::{self, Isa, Job};
 use crate::layout::{self, CHUNK, Layout, PANEL};
 use crate::product::Product;
 
-/// AVX-512 with what else the CPU has of VNNI, BF16 and VBMI. A value proves that the instructions exist.
+/// The best of this CPU's AVX tiers, `avx2` to `avx512bf16`. A value proves that the instructions exist. Weights are packed the same
+/// for all of them.
 #[derive(Debug, Clone, Copy)]
-pub struct Avx512 {
+pub struct Avx {
     tier: Tier,
 }
 
-impl Avx512 {
-    /// The best of the tiers `avx512`, `avx512vnni` and `avx512bf16` that this CPU has, up to `cap`.
+impl Avx {
+    /// The best tier that this CPU has, up to `cap`.
     ///
     /// # Errors
-    /// The CPU features that are missing, or that `cap` is below.
+    /// The CPU features that are missing, or that `cap` is below AVX2.
     pub fn detect(cap: Tier) -> Result<Self, Unsupported> {
-        if cap < Tier::Avx512 {
-            return Err(Unsupported::new(format!("limited to tier {cap}, AVX-512 starts at tier {}", Tier::Avx512)));
+        if cap < Tier::Avx2 {
+            return Err(Unsupported::new(format!("limited to tier {cap}, needs tier {} at least", Tier::Avx2)));
         }
-        let missing = Tier::Avx512.missing();
+        let missing = Tier::Avx2.missing();
         if !missing.is_empty() {
             return Err(Unsupported::new(format!("this CPU has no {}", missing.join(", "))));
         }
         // AMX is above but none of this kernel's.
-        Ok(Avx512 { tier: Tier::detect(cap.min(Tier::Avx512Bf16)) })
+        Ok(Avx { tier: Tier::detect(cap.min(Tier::Avx512Bf16)) })
     }
 
     /// Does a job for this CPU: the only place where tiers are told apart at run time.
@@ -45,58 +48,73 @@ impl Avx512 {
             Tier::Avx512Bf16 => job.go(unsafe { isa::Bf16::new() }),
             // SAFETY: as above.
             Tier::Avx512Vnni => job.go(unsafe { isa::Vnni::new() }),
-            // SAFETY: `detect` gives no tier below AVX-512.
-            _ => job.go(unsafe { isa::Plain::new() }),
+            // SAFETY: as above.
+            Tier::Avx512 => job.go(unsafe { isa::Plain::new() }),
+            // SAFETY: as above.
+            Tier::AvxVnni => job.go(unsafe { isa::AvxVnni::new() }),
+            // SAFETY: `detect` saw AVX2 and gives no tier below.
+            _ => job.go(unsafe { isa::Avx2::new() }),
         }
-    }
-
-    fn has_bf16(self) -> bool {
-        self.tier == Tier::Avx512Bf16
     }
 }
 
-impl Kernel for Avx512 {
+/// A line for `explain`: the instructions that multiply, and how the weights are packed.
+macro_rules! how {
+    ($kernel:ident, int8, $packed:literal) => {
+        match $kernel.tier {
+            Tier::Avx2 | Tier::Avx512 => concat!("vpmaddubsw, ", $packed),
+            _ => concat!("VNNI, ", $packed),
+        }
+    };
+    ($kernel:ident, bf16, $packed:literal) => {
+        match $kernel.tier {
+            Tier::Avx512Bf16 => concat!("vdpbf16ps, ", $packed),
+            _ => concat!("F32 products of widened weights, ", $packed),
+        }
+    };
+}
+
+impl Kernel for Avx {
     fn tier(self) -> Tier {
         self.tier
     }
 
     fn accepts(self, format: Format, _rows: usize, _cols: usize) -> Result<(InputLayout, &'static str), Unsupported> {
-        let grouped = InputLayout::Int8 { group: CHUNK };
-        let vnni = self.tier >= Tier::Avx512Vnni;
+        let int8 = |group: usize, how| Ok((InputLayout::Int8 { group }, how));
+        let bf16 = if self.tier == Tier::Avx512Bf16 { InputLayout::Bf16 } else { InputLayout::F32 };
         match format {
-            Format::Bf16 if self.has_bf16() => Ok((InputLayout::Bf16, "vdpbf16ps, packed 16 x 2")),
-            Format::Bf16 => Ok((InputLayout::F32, "F32 products of widened weights, packed 16 x 2")),
-            Format::Fp8Block | Format::Fp8Channel if self.has_bf16() => {
-                Ok((InputLayout::Bf16, "vdpbf16ps, E4M3 codes packed 16 x 4, to BF16 by byte tables"))
-            }
+            Format::F32 => Ok((InputLayout::F32, "F32 products, packed 16 x 1")),
+            Format::F16 => Ok((InputLayout::F32, "F32 products of widened weights, packed 2 x 16")),
+            Format::Bf16 => Ok((bf16, how!(self, bf16, "packed 16 x 2"))),
             Format::Fp8Block | Format::Fp8Channel => {
-                Ok((InputLayout::F32, "F32 products, E4M3 codes packed 16 x 4, to BF16 by word tables"))
+                Ok((bf16, how!(self, bf16, "E4M3 codes packed 16 x 4, to BF16 by tables")))
             }
-            Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) => Ok((
-                InputLayout::Int8 { group: BLOCK },
-                if vnni { "VNNI, unsigned codes packed 16 x 4" } else { "vpmaddwd, unsigned codes packed 16 x 4" },
-            )),
-            Format::Int8(g) | Format::Int8Offset(g) => check_group(format, g).map(|()| {
-                (
-                    grouped,
-                    if vnni {
-                        "VNNI, unsigned codes packed 16 x 4, F16 scales"
-                    } else {
-                        "vpmaddwd, unsigned codes packed 16 x 4, F16 scales"
-                    },
-                )
-            }),
-            Format::Int4(g) => check_group(format, g).map(|()| {
-                (
-                    grouped,
-                    if vnni {
-                        "VNNI, nibbles packed 16 x 8, F16 scales"
-                    } else {
-                        "vpmaddwd, nibbles packed 16 x 8, F16 scales"
-                    },
-                )
-            }),
-            other => Err(Unsupported::new(format!("no AVX-512 product of {other}"))),
+            Format::Mxfp8 => Ok((bf16, how!(self, bf16, "E4M3 codes packed 16 x 4, to BF16 by tables, E8M0 scales"))),
+            Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) => {
+                int8(BLOCK, how!(self, int8, "unsigned codes packed 16 x 4"))
+            }
+            Format::Int8(g) | Format::Int8Offset(g) => {
+                check_group(format, g)?;
+                int8(CHUNK, how!(self, int8, "unsigned codes packed 16 x 4, F16 scales"))
+            }
+            Format::Int8Asym(g) => {
+                check_group(format, g)?;
+                int8(CHUNK, how!(self, int8, "unsigned codes packed 16 x 4, F16 scales, zero points"))
+            }
+            Format::Int4(Group::Row) => int8(CHUNK, how!(self, int8, "nibbles packed 16 x 8")),
+            Format::Int4(g) => {
+                check_group(format, g)?;
+                int8(CHUNK, how!(self, int8, "nibbles packed 16 x 8, F16 scales"))
+            }
+            Format::Int4Asym(g) => {
+                check_group(format, g)?;
+                int8(CHUNK, how!(self, int8, "nibbles packed 16 x 8, F16 scales, zero points"))
+            }
+            Format::Mxfp4 => int8(CHUNK, how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E8M0 scales")),
+            Format::Nvfp4 => {
+                int8(mx::NV_COLS, how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E4M3 scales"))
+            }
+            other => Err(Unsupported::new(format!("no AVX product of {other}"))),
         }
     }
 
@@ -118,31 +136,24 @@ impl Kernel for Avx512 {
 
     fn product(
         self,
-        weights: &Weights,
-        outputs: Range<usize>,
+        outputs: Outputs<'_>,
         inputs: Inputs<'_>,
-        rows: &[u32],
+        rows: Range<usize>,
         out: &mut [f32],
         scratch: &mut Scratch,
     ) {
-        self.run(Product { weights, outputs, inputs, rows, out, scratch });
+        self.run(Product { outputs, inputs, rows, out, scratch });
     }
 }
 
 /// Weight groups must be whole groups of the inputs.
-pub(crate) fn check_group(format: Format, group: Group) -> Result<(), Unsupported> {
+fn check_group(format: Format, group: Group) -> Result<(), Unsupported> {
     match group {
         Group::Of(g) if g == 0 || !(g as usize).is_multiple_of(CHUNK) => {
             Err(Unsupported::new(format!("{format}: groups must be multiples of {CHUNK} columns")))
         }
         _ => Ok(()),
     }
-}
-
-struct PackInput<'a> {
-    layout: InputLayout,
-    x: &'a [f32],
-    out: &'a mut [u8],
 }
 
 struct Activate<'a> {
@@ -157,13 +168,6 @@ struct Compiled<J>(J);
 impl<J: Job> Job for Compiled<J> {
     fn go<I: Isa>(self, isa: I) {
         isa.run(self.0);
-    }
-}
-
-impl Job for PackInput<'_> {
-    #[inline(always)]
-    fn go<I: Isa>(self, _: I) {
-        input::pack_block(self.layout, self.x, self.out);
     }
 }
 

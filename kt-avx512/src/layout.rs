@@ -7,31 +7,36 @@
 //!
 //! | formats | a line | scales of a panel |
 //! | --- | --- | --- |
-//! | BF16 | 16 outputs x 2 k, BF16 | none |
-//! | FP8 | 16 outputs x 4 k, codes | per channel: 16 F32; 128x128: an F32 per 128 k |
-//! | INT8 | 16 outputs x 4 k, code + 128 | 16 F32, and for groups: 16 F16 per group |
-//! | INT4 | 16 outputs x 8 k, code + 8: k 0..4 in the low nibbles, k 4..8 in the high ones | as INT8 |
+//! | F32 | 16 outputs x 1 k | none |
+//! | F16 | 16 outputs of one k, then 16 of the next | none |
+//! | BF16 | 16 outputs x 2 k | none |
+//! | FP8, MXFP8 | 16 outputs x 4 k, codes | per channel: 16 F32; 128x128: an F32 per 128 k; MXFP8: 16 E8M0 per 32 k |
+//! | INT8 | 16 outputs x 4 k, unsigned codes | 16 F32, and for groups a record each: 16 F16, then 16 zero points as I16 |
+//! | INT4 | 16 outputs x 8 k, unsigned codes: k 0..4 in the low nibbles, k 4..8 in the high ones | as INT8, zero points as bytes |
+//! | MXFP4, NVFP4 | as INT4, E2M1 codes | 16 F32, and per 32 k 16 E8M0, or per 16 k 16 E4M3 |
 //!
-//! An unpacked line (INT4 gives two of 16 x 4 bytes, FP8 two of 16 x 2 BF16) is an operand of `vpdpbusd` or `vdpbf16ps`, and a
-//! row of an AMX B tile. In an FP8 line each 128-bit lane holds 4 outputs x k 0..2, then the same outputs x k 2..4, because
-//! interleaving low and high bytes of BF16 numbers works within halves of a lane.
+//! An unpacked line (INT4, MXFP4 and NVFP4 give two of 16 x 4 bytes, FP8 two of 16 x 2 BF16) is an operand of `vpdpbusd` or
+//! `vdpbf16ps`, and a row of an AMX B tile. In an FP8 line each 128-bit lane holds 4 outputs x k 0..2, then the same outputs x
+//! k 2..4, because interleaving low and high bytes of BF16 numbers works within halves of a lane. E2M1 codes stand for halves, so
+//! that twice their values are integers; the F32 scale of an output takes the factor back.
 //!
 //! Weights are stored unsigned since `vpdpbusd` wants one unsigned operand; inputs are signed. The zero point is subtracted by
 //! starting each sum at minus zero point times the sum of the input codes.
 //!
-//! Group scales are bandwidth, so they take two bytes whatever the checkpoint has: F16 relative to a power of two per output,
-//! which is exact for BF16 and F16 scales (unless one output's scales span more than 2^28), and rounds F32 scales to 11 bits
-//! (2.4e-4 at most, a twentieth of what rounding inputs to int8 costs). An output with one scale keeps it as F32.
+//! Group scales are bandwidth. Those of one byte stay as they are. Others take two bytes whatever the checkpoint has: F16 relative
+//! to a power of two per output, which is exact for BF16 and F16 scales (unless one output's scales span more than 2^28), and rounds
+//! F32 scales to 11 bits (2.4e-4 at most, a twentieth of what rounding inputs to int8 costs). An output with one scale keeps it as F32.
 
 use half::f16;
 use kt_core::cpu::input::BLOCK;
+use kt_core::format::mx;
 use kt_core::{Format, Group, Matrix};
 
 /// Outputs of a panel.
 pub(crate) const PANEL: usize = 16;
 /// Bytes of a line.
 pub(crate) const LINE: usize = 64;
-/// Columns per scale of the inputs that grouped weights are multiplied with; weight groups are multiples of it.
+/// Columns per scale of the inputs that most grouped weights are multiplied with; their groups are multiples of it.
 pub(crate) const CHUNK: usize = 32;
 
 /// Where things are in a packed matrix.
@@ -43,8 +48,12 @@ pub(crate) struct Layout {
     pub weight_bytes: usize,
     /// Bytes of a panel's scales.
     pub scale_bytes: usize,
-    /// Columns that share a scale, for formats with group scales.
+    /// Where the scales of groups or blocks begin among them.
+    pub groups_at: usize,
+    /// Columns that share a scale (and a zero point), for formats with scales of groups or blocks.
     pub group: Option<usize>,
+    /// Bytes of the scales of one group of all outputs of a panel.
+    pub record: usize,
 }
 
 impl Layout {
@@ -52,28 +61,34 @@ impl Layout {
     pub fn new(format: Format, cols: usize) -> Self {
         let blocks = cols.div_ceil(BLOCK);
         let padded = blocks * BLOCK;
-        let group = match format {
-            Format::Int8(Group::Of(g)) | Format::Int8Offset(Group::Of(g)) | Format::Int4(Group::Of(g)) => {
-                Some(g as usize)
-            }
-            Format::Int4(Group::Row) => Some(padded),
-            _ => None,
+        let outputs = PANEL * 4;
+        let of = |g: Group, record: usize| match g {
+            Group::Row => (outputs, None, 0),
+            Group::Of(g) => (outputs, Some(g as usize), record * PANEL),
         };
-        let scale_bytes = match format {
-            Format::Fp8Block => blocks * 4,
-            Format::Bf16 => 0,
-            _ => PANEL * 4 + group.map_or(0, |g| padded.div_ceil(g) * PANEL * 2),
+        let asymmetric = |g: Group, record: usize| (outputs, Some(g.cols(padded)), record * PANEL);
+        let (bits, (groups_at, group, record)) = match format {
+            Format::F32 => (32, (0, None, 0)),
+            Format::F16 | Format::Bf16 => (16, (0, None, 0)),
+            Format::Fp8Channel => (8, (outputs, None, 0)),
+            Format::Fp8Block => (8, (0, Some(BLOCK), 4)),
+            Format::Mxfp8 => (8, (0, Some(mx::COLS), PANEL)),
+            Format::Int4(g) => (4, of(g, 2)),
+            Format::Int4Asym(g) => (4, asymmetric(g, 3)),
+            Format::Int8Asym(g) => (8, asymmetric(g, 4)),
+            Format::Mxfp4 => (4, (outputs, Some(mx::COLS), PANEL)),
+            Format::Nvfp4 => (4, (outputs, Some(mx::NV_COLS), PANEL)),
+            Format::Int8(g) | Format::Int8Offset(g) => (8, of(g, 2)),
+            _ => (8, (outputs, None, 0)),
         };
-        let bits = match format {
-            Format::Bf16 => 16,
-            Format::Int4(_) => 4,
-            _ => 8,
-        };
+        let records = group.map_or(0, |g| padded.div_ceil(g));
         Layout {
             blocks,
             weight_bytes: PANEL * padded * bits / 8,
-            scale_bytes: scale_bytes.next_multiple_of(LINE),
+            scale_bytes: (groups_at + records * record).next_multiple_of(LINE),
+            groups_at,
             group,
+            record,
         }
     }
 
@@ -95,8 +110,14 @@ pub(crate) fn pack(matrix: &Matrix, out: &mut [u8]) {
             let codes = matrix.row(first + o);
             match format {
                 Format::Int8(_) => each_dword(codes, lines, o * 4, |v| (v ^ 0x8080_8080).to_le_bytes()),
-                Format::Int4(_) => each_dword(codes, lines, o * 4, split_nibbles),
-                Format::Fp8Block | Format::Fp8Channel => pack_fp8(codes, lines, o),
+                Format::Int4(_) | Format::Int4Asym(_) | Format::Mxfp4 | Format::Nvfp4 => {
+                    each_dword(codes, lines, o * 4, split_nibbles)
+                }
+                Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => {
+                    let at = o / 4 * 16 + o % 4 * 2;
+                    each_dword(codes, lines, [at, at + 8], u32::to_le_bytes);
+                }
+                Format::F16 => each_dword(codes, lines, [o * 2, o * 2 + LINE / 2], u32::to_le_bytes),
                 _ => each_dword(codes, lines, o * 4, u32::to_le_bytes),
             }
         }
@@ -104,10 +125,28 @@ pub(crate) fn pack(matrix: &Matrix, out: &mut [u8]) {
     }
 }
 
+/// Where in a line four bytes go: together, or two and two.
+trait Place: Copy {
+    fn put(self, line: &mut [u8], v: [u8; 4]);
+}
+
+impl Place for usize {
+    fn put(self, line: &mut [u8], v: [u8; 4]) {
+        line[self..self + 4].copy_from_slice(&v);
+    }
+}
+
+impl Place for [usize; 2] {
+    fn put(self, line: &mut [u8], v: [u8; 4]) {
+        line[self[0]..self[0] + 2].copy_from_slice(&v[..2]);
+        line[self[1]..self[1] + 2].copy_from_slice(&v[2..]);
+    }
+}
+
 /// Writes the dwords of a row, transformed, to the same place of consecutive lines.
-fn each_dword(row: &[u8], lines: &mut [u8], at: usize, f: impl Fn(u32) -> [u8; 4]) {
+fn each_dword(row: &[u8], lines: &mut [u8], at: impl Place, f: impl Fn(u32) -> [u8; 4]) {
     for (v, line) in dwords(row).zip(lines.chunks_exact_mut(LINE)) {
-        line[at..at + 4].copy_from_slice(&f(v));
+        at.put(line, f(v));
     }
 }
 
@@ -129,34 +168,45 @@ fn split_nibbles(v: u32) -> [u8; 4] {
     (spread(v & 0xffff) | spread(v >> 16) << 4).to_le_bytes()
 }
 
-fn pack_fp8(row: &[u8], lines: &mut [u8], output: usize) {
-    let at = output / 4 * 16 + output % 4 * 2;
-    for (v, line) in dwords(row).zip(lines.chunks_exact_mut(LINE)) {
-        let b = v.to_le_bytes();
-        line[at..at + 2].copy_from_slice(&b[..2]);
-        line[at + 8..at + 10].copy_from_slice(&b[2..]);
-    }
-}
-
 fn pack_scales(matrix: &Matrix, layout: Layout, first: usize, outputs: usize, out: &mut [u8]) {
     let Some(scales) = matrix.scales() else { return };
     let mut put = |i: usize, v: f32| out[i * 4..][..4].copy_from_slice(&v.to_le_bytes());
-    if matrix.format() == Format::Fp8Block {
-        // 16 divides 128: all outputs of a panel are in one row of tiles.
-        for tile in 0..scales.cols() {
-            put(tile, scales.get(first / kt_core::format::fp8::TILE, tile));
+    let format = matrix.format();
+    let base: Vec<f32> = match format {
+        Format::Fp8Block => {
+            // 16 divides 128: all outputs of a panel are in one row of tiles.
+            for tile in 0..scales.cols() {
+                put(tile, scales.get(first / kt_core::format::fp8::TILE, tile));
+            }
+            return;
         }
-        return;
-    }
-    let base: Vec<f32> = (0..outputs).map(|o| base_scale(scales, first + o)).collect();
+        Format::Mxfp8 => Vec::new(),
+        // Codes are twice the values.
+        Format::Mxfp4 => vec![0.5; outputs],
+        // And the scales are read as 2^-8 of theirs.
+        Format::Nvfp4 => vec![128.0 * scales.factor(); outputs],
+        _ => (0..outputs).map(|o| base_scale(scales, first + o)).collect(),
+    };
     for (o, &base) in base.iter().enumerate() {
         put(o, base);
     }
-    if layout.group.is_some() {
-        for (g, out) in out[PANEL * 4..].chunks_exact_mut(PANEL * 2).enumerate().take(scales.cols()) {
-            for (o, &base) in base.iter().enumerate() {
-                let relative = if scales.cols() == 1 { 1.0 } else { scales.get(first + o, g) / base };
-                out[o * 2..][..2].copy_from_slice(&f16::from_f32(relative).to_le_bytes());
+    let groups = if layout.record > 0 { scales.cols() } else { 0 };
+    for (g, out) in out[layout.groups_at..].chunks_exact_mut(layout.record.max(1)).enumerate().take(groups) {
+        for o in 0..outputs {
+            match format {
+                Format::Mxfp4 | Format::Mxfp8 | Format::Nvfp4 => out[o] = scales.byte(first + o, g),
+                _ => {
+                    let relative = if scales.cols() == 1 { 1.0 } else { scales.get(first + o, g) / base[o] };
+                    out[o * 2..][..2].copy_from_slice(&f16::from_f32(relative).to_le_bytes());
+                }
+            }
+            let zero = matrix.zero_point(first + o, g);
+            match format {
+                Format::Int4Asym(_) => out[PANEL * 2 + o] = zero as u8,
+                Format::Int8Asym(_) => {
+                    out[PANEL * 2 + o * 2..][..2].copy_from_slice(&(zero as i16).to_le_bytes());
+                }
+                _ => {}
             }
         }
     }

@@ -1,20 +1,21 @@
-//! Experts on AVX-512, and on AVX2 where that is missing: BF16, FP8, INT8 and INT4 weights, packed once at load.
+//! Experts on AVX2 and AVX-512 CPUs: every format of safetensors checkpoints, packed once at load.
 //!
-//! Two number paths: int8 x int8 (VNNI, or widening multiplies without it) for INT8 and INT4, and bf16 x bf16 (AVX512-BF16, or F32
-//! inputs without it) for BF16 and FP8. See `layout.rs` for how weights are packed and `product.rs` for which loop runs when.
-//! `avx2/` is the same on 256-bit registers: int8 products are the same bits on every tier, those of F32 inputs on `avx2` and `avx512`.
-//! On other architectures than x86-64 the crate has no backend.
+//! Two number paths serve most formats: int8 x int8 (VNNI, or byte multiply-adds without it) for INT8, INT4, GPTQ, AWQ, MXFP4 and
+//! NVFP4, and bf16 x bf16 (AVX512-BF16, or F32 products without it) for BF16, FP8 and MXFP8; F16 and F32 weights meet F32 inputs. One
+//! source is compiled for five tiers (`isa.rs`): a new tier is an implementation of its operations. See `layout.rs` for how weights are
+//! packed, `lines.rs` for how they are unpacked, `tile.rs` for the loops and `product.rs` for which of them runs when. `PERFORMANCE.md`
+//! says what limits them. On other architectures than x86-64 the crate has no backend.
 
 #[cfg(target_arch = "x86_64")]
-mod avx2;
-#[cfg(target_arch = "x86_64")]
-mod best;
+mod inputs;
 #[cfg(target_arch = "x86_64")]
 mod isa;
 #[cfg(target_arch = "x86_64")]
 mod kernel;
 #[cfg(target_arch = "x86_64")]
 mod layout;
+#[cfg(target_arch = "x86_64")]
+mod lines;
 #[cfg(target_arch = "x86_64")]
 mod product;
 #[cfg(all(test, target_arch = "x86_64"))]
@@ -26,11 +27,7 @@ use kt_core::cpu::tier::Tier;
 use kt_core::{Backend, Unsupported};
 
 #[cfg(target_arch = "x86_64")]
-pub use avx2::Avx2;
-#[cfg(target_arch = "x86_64")]
-pub use best::Avx;
-#[cfg(target_arch = "x86_64")]
-pub use kernel::Avx512;
+pub use kernel::Avx;
 
 /// The backend for the best instructions that this CPU has, up to `cap`.
 ///

@@ -1,49 +1,45 @@
 //! The product of packed weights with input rows: which register tiles, in which order.
 //!
-//! Rows are gathered first, so that a tile reads its inputs through one pointer. Then, panels outermost:
-//!
-//! - up to [`STREAMED_ROWS`] rows: one tile of all rows; each packed line is read once and unpacked in registers;
-//! - more: tiles of rows, all but the first reading their lines from cache. INT4 and FP8 lines are still unpacked in registers for
-//!   each tile, and above [`UNPACKED_ROWS`] once per pair of panels, into cache.
+//! Few rows stream: one tile of all rows, over all of K, so that each packed line is read from memory once and unpacked in registers.
+//! For more rows, K is cut so that the lines of a panel or two fit the first-level cache, unpacked once if they are packed; tiles of
+//! rows pass over them, while the lines that come next are asked for.
 
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
-use kt_core::cpu::kernel::{Scratch, Weights};
+use kt_core::cpu::input::{BLOCK, Inputs};
+use kt_core::cpu::kernel::{Outputs, Scratch};
 use kt_core::{Format, Group};
 
 use crate::isa::{Isa, Job};
-use crate::layout::{CHUNK, Layout, PANEL};
-use crate::tile::{Bf16Tile, Direct, Fp8, Int8Tile, Lines, Nibbles, Tile, Unpack};
+use crate::layout::{CHUNK, LINE, Layout, PANEL};
+use crate::lines::{
+    Bf16Lines, Bytes, Codes, E2M1_ZERO, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, Floats, Fp8, Lines,
+    Nibbles, NoScale, Scale, Unpack,
+};
+use crate::tile::{FloatTile, IntTile, Tile, scaled};
 
-/// Most rows of a tile that reads lines from memory or unpacks them.
-const STREAMED_ROWS: usize = 8;
-/// Most rows for which lines are unpacked in registers. Unpacking once is for CPUs where it competes with multiplying for execution
-/// ports; on Zen 4, where it does not, unpacking again for every 8 rows is as fast at 256 rows and 8 % faster at 64.
-const UNPACKED_ROWS: usize = 96;
+/// Bytes of lines that tiles of rows pass over: most of a first-level cache of 48 KiB, all of one of 32.
+const CACHED: usize = 32 << 10;
 
 /// A number path with a way of storing lines: which register tiles it has.
 trait Path<I: Isa> {
     /// How its lines are stored.
     type Lines: Lines;
-    /// The same path on unpacked lines.
-    type Unpacked: Path<I>;
-    /// Rows of the largest tile of two panels whose sums (and totals, where scales come in between) fit into registers.
+    /// Rows of the largest tile over cached lines: as many as keep sums (and totals, where scales come in between) in registers.
     const ROWS: usize;
-    /// Panels at once for one or two rows. Where little happens per line, one: a single stream from memory is fastest. Else 4,
-    /// whose independent sums hide the latency of unpacking and scaling.
-    const FEW_ROWS_PANELS: usize;
-    /// Runs a tile of `r` rows x `p` panels.
-    fn tile(isa: I, r: usize, p: usize, tile: Tile<'_>);
+    /// Whether lines are operands and nothing is scaled in between.
+    const LIGHT: bool;
+    /// Runs a tile of `r` rows x `p` panels on lines as stored.
+    fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>);
+    /// Runs a tile of `r` rows x `p` panels on unpacked lines.
+    fn cached(isa: I, r: usize, p: usize, tile: Tile<'_>);
 }
 
-/// INT8 and INT4.
-struct Int8Path<L, const XG: usize, const GROUPED: bool>(PhantomData<L>);
-/// BF16 and FP8 per channel.
-struct Bf16Path<L, const ROW_SCALES: bool>(PhantomData<L>);
-/// FP8 with 128 x 128 tiles.
-struct TilesPath<L>(PhantomData<L>);
+/// INT8, INT4, MXFP4, NVFP4; see [`IntTile`].
+struct Ints<L, S, const XG: usize, const ZERO: usize>(PhantomData<(L, S)>);
+/// Floating-point weights; see [`FloatTile`].
+struct Numbers<L, const SCALED: u8>(PhantomData<L>);
 
 /// Runs `$job` with R and P set to the numbers of rows and panels: a `match` over the shapes that are compiled.
 macro_rules! shapes {
@@ -59,199 +55,261 @@ macro_rules! shapes {
     };
 }
 
-impl<I: Isa, L: Lines, const XG: usize, const GROUPED: bool> Path<I> for Int8Path<L, XG, GROUPED> {
+/// [`shapes`] of tiles that stream.
+macro_rules! stream_shapes {
+    ($large:expr, $r:expr, $p:expr, $job:expr) => {
+        if const { $large } {
+            shapes!(
+                $r,
+                $p,
+                [1 x 4, 2 x 4, 3 x 2, 4 x 2, 5 x 2, 6 x 2, 1 x 1, 2 x 1, 3 x 1, 4 x 1, 5 x 1, 6 x 1, 7 x 1, 8 x 1],
+                $job
+            )
+        } else {
+            shapes!($r, $p, [1 x 4, 2 x 2, 3 x 2, 1 x 1, 2 x 1, 3 x 1, 4 x 1, 5 x 1, 6 x 1], $job)
+        }
+    };
+}
+
+/// Most rows that stream.
+const fn stream_rows(large: bool) -> usize {
+    if large { 8 } else { 6 }
+}
+
+/// Panels at once for rows that stream. Where little happens per line, one: a single stream from memory is fastest. Else enough
+/// independent sums to hide the latency of unpacking and scaling, as far as registers go.
+fn stream_panels(large: bool, light: bool, rows: usize) -> usize {
+    match (large, rows) {
+        _ if light => 1,
+        (_, 1) | (true, 2) => 4,
+        (false, 2..=3) | (true, 3..=6) => 2,
+        _ => 1,
+    }
+}
+
+impl<I: Isa, L: Codes, S: Scale, const XG: usize, const ZERO: usize> Path<I> for Ints<L, S, XG, ZERO> {
     type Lines = L;
-    type Unpacked = Int8Path<Direct, XG, GROUPED>;
     const ROWS: usize = 6;
-    const FEW_ROWS_PANELS: usize = if GROUPED { 4 } else { 1 };
+    const LIGHT: bool = L::OPERANDS == 1 && S::BYTES == 0;
 
-    fn tile(isa: I, r: usize, p: usize, tile: Tile<'_>) {
-        shapes!(
-            r,
-            p,
-            [1 x 4, 2 x 4, 1 x 2, 2 x 2, 3 x 2, 4 x 2, 5 x 2, 6 x 2, 1 x 1, 2 x 1, 3 x 1, 4 x 1, 5 x 1, 6 x 1, 7 x 1, 8 x 1],
-            isa.run(Int8Tile::<L, XG, GROUPED, R, P> { tile, lines: PhantomData })
-        )
+    fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
+        stream_shapes!(I::LARGE, r, p, isa.run(IntTile::<L, S, XG, ZERO, true, R, P> { tile, kind: PhantomData }))
+    }
+
+    fn cached(isa: I, r: usize, p: usize, tile: Tile<'_>) {
+        if const { I::LARGE } {
+            shapes!(
+                r,
+                p,
+                [4 x 2, 5 x 2, 6 x 2, 4 x 1, 5 x 1, 6 x 1],
+                isa.run(IntTile::<L::Unpacked, S, XG, ZERO, false, R, P> { tile, kind: PhantomData })
+            )
+        } else {
+            shapes!(
+                r,
+                p,
+                [3 x 1, 4 x 1, 5 x 1, 6 x 1],
+                isa.run(IntTile::<L::Unpacked, S, XG, ZERO, false, R, P> { tile, kind: PhantomData })
+            )
+        }
     }
 }
 
-impl<I: Isa, L: Lines, const ROW_SCALES: bool> Path<I> for Bf16Path<L, ROW_SCALES> {
+impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     type Lines = L;
-    type Unpacked = Bf16Path<Direct, ROW_SCALES>;
-    // F32 inputs take twice the registers.
-    const ROWS: usize = if L::OPERANDS > 1 || I::INPUT_BYTES > 2 { 8 } else { 12 };
-    const FEW_ROWS_PANELS: usize = if L::OPERANDS > 1 { 4 } else { 1 };
+    // Inputs in F32 take more registers, and so do totals beside the sums, unless they are needed so rarely that they may lie in memory.
+    const ROWS: usize = if !I::LARGE || SCALED == scaled::GROUPS {
+        6
+    } else if L::BF16 && I::INPUT_BYTES > 2 {
+        8
+    } else {
+        12
+    };
+    const LIGHT: bool = L::OPERANDS == 1;
 
-    fn tile(isa: I, r: usize, p: usize, tile: Tile<'_>) {
-        if const { <Self as Path<I>>::ROWS > 8 } && r > 8 {
-            return shapes!(
-                r,
-                p,
-                [9 x 2, 10 x 2, 11 x 2, 12 x 2, 9 x 1, 10 x 1, 11 x 1, 12 x 1],
-                isa.run(Bf16Tile::<L, false, ROW_SCALES, R, P> { tile, lines: PhantomData })
-            );
-        }
-        shapes!(
-            r,
-            p,
-            [1 x 4, 2 x 4, 1 x 2, 2 x 2, 3 x 2, 4 x 2, 5 x 2, 6 x 2, 7 x 2, 8 x 2, 1 x 1, 2 x 1, 3 x 1, 4 x 1, 5 x 1, 6 x 1,
-             7 x 1, 8 x 1],
-            isa.run(Bf16Tile::<L, false, ROW_SCALES, R, P> { tile, lines: PhantomData })
-        )
+    fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
+        stream_shapes!(I::LARGE, r, p, isa.run(FloatTile::<L, SCALED, true, R, P> { tile, kind: PhantomData }))
     }
-}
 
-impl<I: Isa, L: Lines> Path<I> for TilesPath<L> {
-    type Lines = L;
-    type Unpacked = TilesPath<Direct>;
-    // Unpacking takes registers too, and so do F32 inputs.
-    const ROWS: usize = if L::OPERANDS > 1 || I::INPUT_BYTES > 2 { 4 } else { 6 };
-    const FEW_ROWS_PANELS: usize = 4;
-
-    fn tile(isa: I, r: usize, p: usize, tile: Tile<'_>) {
-        if const { <Self as Path<I>>::ROWS > 4 } && r > 4 && p > 1 {
-            return shapes!(
+    fn cached(isa: I, r: usize, p: usize, tile: Tile<'_>) {
+        if const { <Self as Path<I>>::ROWS > 8 } {
+            shapes!(
                 r,
                 p,
-                [5 x 2, 6 x 2],
-                isa.run(Bf16Tile::<L, true, false, R, P> { tile, lines: PhantomData })
-            );
+                [6 x 2, 7 x 2, 8 x 2, 9 x 2, 10 x 2, 11 x 2, 12 x 2, 6 x 1, 7 x 1, 8 x 1, 9 x 1, 10 x 1, 11 x 1, 12 x 1],
+                isa.run(FloatTile::<L::Unpacked, SCALED, false, R, P> { tile, kind: PhantomData })
+            )
+        } else if const { I::LARGE } {
+            shapes!(
+                r,
+                p,
+                [4 x 2, 5 x 2, 6 x 2, 7 x 2, 8 x 2, 4 x 1, 5 x 1, 6 x 1, 7 x 1, 8 x 1],
+                isa.run(FloatTile::<L::Unpacked, SCALED, false, R, P> { tile, kind: PhantomData })
+            )
+        } else {
+            shapes!(
+                r,
+                p,
+                [3 x 1, 4 x 1, 5 x 1, 6 x 1],
+                isa.run(FloatTile::<L::Unpacked, SCALED, false, R, P> { tile, kind: PhantomData })
+            )
         }
-        shapes!(
-            r,
-            p,
-            [1 x 4, 2 x 4, 1 x 2, 2 x 2, 3 x 2, 4 x 2, 1 x 1, 2 x 1, 3 x 1, 4 x 1, 5 x 1, 6 x 1, 7 x 1, 8 x 1],
-            isa.run(Bf16Tile::<L, true, false, R, P> { tile, lines: PhantomData })
-        )
     }
 }
 
 /// One product: what [`kt_core::cpu::kernel::Kernel::product`] is given.
 pub(crate) struct Product<'a> {
-    pub weights: &'a Weights,
-    pub outputs: Range<usize>,
+    pub outputs: Outputs<'a>,
     pub inputs: Inputs<'a>,
-    pub rows: &'a [u32],
+    pub rows: Range<usize>,
     pub out: &'a mut [f32],
     pub scratch: &'a mut Scratch,
 }
 
 impl Job for Product<'_> {
     fn go<I: Isa>(self, isa: I) {
-        assert_eq!(self.out.len(), self.rows.len() * self.outputs.len(), "output of another shape");
-        assert!(
-            self.outputs.start.is_multiple_of(PANEL) && self.outputs.end <= self.weights.rows(),
-            "outputs out of range"
-        );
+        let Outputs { of: weights, range, .. } = &self.outputs;
+        assert_eq!(self.out.len(), self.rows.len() * range.len(), "output of another shape");
+        assert!(range.start.is_multiple_of(PANEL) && range.end <= weights.rows(), "outputs out of range");
+        assert!(self.rows.end <= self.inputs.rows(), "rows out of range");
         if self.out.is_empty() {
             return;
         }
-        match self.weights.format() {
-            Format::Bf16 => self.on::<_, Bf16Path<Direct, false>>(isa.for_bf16()),
-            Format::Fp8Channel => self.on::<_, Bf16Path<Fp8, true>>(isa.for_bf16()),
-            Format::Fp8Block => self.on::<_, TilesPath<Fp8>>(isa.for_bf16()),
+        let (int8, bf16, f32) = (isa.for_int8(), isa.for_bf16(), isa.for_f32());
+        match weights.format() {
+            Format::F32 => self.on::<_, Numbers<F32Lines, { scaled::NO }>>(f32, 0),
+            Format::F16 => self.on::<_, Numbers<F16Lines, { scaled::NO }>>(f32, 0),
+            Format::Bf16 => self.on::<_, Numbers<Bf16Lines, { scaled::NO }>>(bf16, 0),
+            Format::Fp8Channel => self.on::<_, Numbers<Fp8, { scaled::OUTPUTS }>>(bf16, 0),
+            Format::Fp8Block => self.on::<_, Numbers<Fp8, { scaled::TILES }>>(bf16, 0),
+            Format::Mxfp8 => self.on::<_, Numbers<Fp8, { scaled::GROUPS }>>(bf16, 0),
             Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) => {
-                self.on::<_, Int8Path<Direct, BLOCK, false>>(isa.for_int8())
+                self.on::<_, Ints<Bytes<0>, NoScale, BLOCK, 0>>(int8, 128)
             }
-            Format::Int8(_) | Format::Int8Offset(_) => self.on::<_, Int8Path<Direct, CHUNK, true>>(isa.for_int8()),
-            Format::Int4(_) => self.on::<_, Int8Path<Nibbles, CHUNK, true>>(isa.for_int8()),
+            Format::Int8(_) | Format::Int8Offset(_) => self.on::<_, Ints<Bytes<0>, F16Scale, CHUNK, 0>>(int8, 128),
+            Format::Int8Asym(_) => self.on::<_, Ints<Bytes<0>, F16Scale, CHUNK, 2>>(int8, 0),
+            Format::Int4(Group::Row) => self.on::<_, Ints<Nibbles, NoScale, CHUNK, 0>>(int8, 8),
+            Format::Int4(_) => self.on::<_, Ints<Nibbles, F16Scale, CHUNK, 0>>(int8, 8),
+            Format::Int4Asym(_) => self.on::<_, Ints<Nibbles, F16Scale, CHUNK, 1>>(int8, 0),
+            Format::Mxfp4 => self.on::<_, Ints<E2m1, E8m0Scale, CHUNK, 0>>(int8, E2M1_ZERO),
+            Format::Nvfp4 => self.on::<_, Ints<E2m1, E4m3Scale, { kt_core::format::mx::NV_COLS }, 0>>(int8, E2M1_ZERO),
             other => unreachable!("{other} was never accepted"),
         }
     }
 }
 
 impl Product<'_> {
-    fn on<I: Isa, K: Path<I>>(self, isa: I) {
-        let layout = Layout::new(self.weights.format(), self.weights.cols());
-        let n = self.rows.len();
-        let row_bytes = layout.blocks * self.inputs.layout().block_bytes();
-        let packed_lines = K::Lines::OPERANDS > 1;
-        let unpack = packed_lines && n > UNPACKED_ROWS;
-        let unpacked_bytes = if unpack { layout.weight_bytes * K::Lines::OPERANDS } else { 0 };
-        let scratch = self.scratch.panel.get(2 * unpacked_bytes + n * row_bytes);
-        let (unpacked, inputs) = scratch.split_at_mut(2 * unpacked_bytes);
-
-        // Tiles of rows that differ by one row at most.
-        let two_panels = if unpack { <K::Unpacked as Path<I>>::ROWS } else { K::ROWS };
-        let tiles = n.div_ceil(if n <= STREAMED_ROWS || packed_lines && !unpack { STREAMED_ROWS } else { two_panels });
-        let panels_at_once = match n.div_ceil(tiles) {
-            1..=2 => K::FEW_ROWS_PANELS,
-            rows if rows <= two_panels => 2,
-            _ => 1,
+    fn on<I: Isa, K: Path<I>>(self, isa: I, zero_point: i32) {
+        let Outputs { of: weights, range, next } = self.outputs;
+        let layout = Layout::new(weights.format(), weights.cols());
+        let packed = &weights.bytes()[range.start / PANEL * layout.panel_bytes()..];
+        let (n, width) = (self.rows.len(), range.len());
+        // The panels after those that begin with `at`: of this product, or of the next one.
+        let following = |at: &[u8], panels: usize, done: usize| match next {
+            Some((weights, first)) if done + panels * PANEL >= width => {
+                let panel = Layout::new(weights.format(), weights.cols()).panel_bytes();
+                weights.bytes().as_ptr().wrapping_add(first / PANEL * panel)
+            }
+            _ => at.as_ptr().wrapping_add(panels * layout.panel_bytes()),
         };
-        let tile_rows = |i: usize| n * i / tiles..n * (i + 1) / tiles;
-        let zero_point = zero_point(self.weights.format());
-        for i in 0..tiles {
-            let rows = tile_rows(i);
-            gather(
-                self.inputs,
-                &self.rows[rows.clone()],
+        let block_bytes = self.inputs.layout().block_bytes();
+        let input_stride = self.inputs.rows() * block_bytes;
+        let first_row = self.rows.start * block_bytes;
+        let inputs = &self.inputs.bytes()[first_row..];
+        // A tile of some panels from block `start` on, of all rows.
+        let part = |panel: usize, start: usize, blocks: usize| {
+            let scales = &packed[panel * layout.panel_bytes() + layout.weight_bytes..];
+            let group = layout.group.unwrap_or(BLOCK);
+            Tile {
+                weights: &[],
+                weight_stride: layout.panel_bytes(),
+                scales,
+                scale_stride: layout.panel_bytes(),
+                group_at: layout.groups_at + start * BLOCK / group * layout.record,
+                group,
+                group_left: group - start * BLOCK % group,
                 zero_point,
-                &mut inputs[rows.start * row_bytes..rows.end * row_bytes],
-            );
+                inputs: &inputs[start * input_stride..],
+                input_stride,
+                blocks,
+                out: &mut [],
+                out_stride: width,
+                width: 0,
+                fetch: std::ptr::null(),
+                fetch_stride: 0,
+                fetch_lines: 0,
+                first: start == 0,
+                last: start + blocks == layout.blocks,
+            }
+        };
+        // Panels to do next: `most`, or one where fewer are left.
+        let next_panels = |done: usize, most: usize| if (width - done).div_ceil(PANEL) >= most { most } else { 1 };
+        let mut done = 0;
+        if n <= stream_rows(I::LARGE) {
+            while done < width {
+                let panels = next_panels(done, stream_panels(I::LARGE, K::LIGHT, n));
+                let lines = &packed[done / PANEL * layout.panel_bytes()..];
+                let tile = Tile {
+                    weights: lines,
+                    fetch: following(lines, panels, done),
+                    out: &mut self.out[done..],
+                    width: (width - done).min(panels * PANEL),
+                    ..part(done / PANEL, 0, layout.blocks)
+                };
+                K::stream(isa, n, panels, tile);
+                done += panels * PANEL;
+            }
+            return;
         }
 
-        let width = self.outputs.len();
-        let packed = &self.weights.bytes()[self.outputs.start / PANEL * layout.panel_bytes()..];
-        let mut done = 0;
+        let unpack = K::Lines::OPERANDS > 1;
+        let most_panels = if I::LARGE { 2 } else { 1 };
+        let packed_block = layout.weight_bytes / layout.blocks;
+        let operand_block = packed_block * K::Lines::OPERANDS;
+        let most_blocks = (CACHED / (most_panels * operand_block)).clamp(1, layout.blocks);
+        let unpacked_stride = most_blocks * operand_block;
+        let buffer = self.scratch.panel.get(if unpack { most_panels * unpacked_stride } else { 0 });
+        // Tiles of rows that differ by one row at most.
+        let tiles = n.div_ceil(K::ROWS);
         while done < width {
-            // 4, 2 or 1: what is left over is done in smaller steps.
-            let left = (width - done).div_ceil(PANEL);
-            let panels = panels_at_once.min(1 << left.ilog2());
-            let lines = &packed[done / PANEL * layout.panel_bytes()..][..panels * layout.panel_bytes()];
-            if unpack {
-                for (from, to) in
-                    lines.chunks_exact(layout.panel_bytes()).zip(unpacked.chunks_exact_mut(unpacked_bytes))
-                {
-                    isa.run(Unpack::<K::Lines> { from: &from[..layout.weight_bytes], to, lines: PhantomData });
-                }
-            }
-            for i in 0..tiles {
-                let rows = tile_rows(i);
-                let tile = Tile {
-                    weights: if unpack { &*unpacked } else { lines },
-                    weight_stride: if unpack { unpacked_bytes } else { layout.panel_bytes() },
-                    scales: &lines[layout.weight_bytes..],
-                    scale_stride: layout.panel_bytes(),
-                    group: layout.group.unwrap_or(0),
-                    inputs: &inputs[rows.start * row_bytes..rows.end * row_bytes],
-                    blocks: layout.blocks,
-                    out: &mut self.out[rows.start * width + done..],
-                    out_stride: width,
-                    width: (width - done).min(panels * PANEL),
-                };
+            let panels = next_panels(done, most_panels);
+            let lines = &packed[done / PANEL * layout.panel_bytes()..];
+            for start in (0..layout.blocks).step_by(most_blocks) {
+                let blocks = most_blocks.min(layout.blocks - start);
+                let here = start * packed_block..(start + blocks) * packed_block;
                 if unpack {
-                    K::Unpacked::tile(isa, rows.len(), panels, tile);
+                    for p in 0..panels {
+                        let from = &lines[p * layout.panel_bytes()..][here.clone()];
+                        let to = &mut buffer[p * unpacked_stride..][..blocks * operand_block];
+                        isa.run(Unpack::<K::Lines> { from, to, lines: PhantomData });
+                    }
+                }
+                // What comes next, a piece with each block of each tile: the next columns, or the first ones of the next panels.
+                let (ahead, bytes) = if start + blocks < layout.blocks {
+                    let bytes = most_blocks.min(layout.blocks - start - blocks) * packed_block;
+                    (lines.as_ptr().wrapping_add(here.end), bytes)
                 } else {
-                    K::tile(isa, rows.len(), panels, tile);
+                    (following(lines, panels, done), most_blocks * packed_block)
+                };
+                let fetch_lines = (bytes / LINE).div_ceil(tiles * blocks);
+                for i in 0..tiles {
+                    let rows = n * i / tiles..n * (i + 1) / tiles;
+                    let part = part(done / PANEL, start, blocks);
+                    let tile = Tile {
+                        weights: if unpack { &*buffer } else { &lines[here.start..] },
+                        weight_stride: if unpack { unpacked_stride } else { layout.panel_bytes() },
+                        inputs: &part.inputs[rows.start * block_bytes..],
+                        out: &mut self.out[rows.start * width + done..],
+                        width: (width - done).min(panels * PANEL),
+                        fetch: ahead.wrapping_add(i * blocks * fetch_lines * LINE),
+                        fetch_stride: layout.panel_bytes(),
+                        fetch_lines,
+                        ..part
+                    };
+                    K::cached(isa, rows.len(), panels, tile);
                 }
             }
             done += panels * PANEL;
-        }
-    }
-}
-
-/// What weight codes are stored with as an offset.
-pub(crate) fn zero_point(format: Format) -> i32 {
-    match format {
-        Format::Int8(_) | Format::Int8Offset(_) => 128,
-        Format::Int4(_) => 8,
-        _ => 0,
-    }
-}
-
-/// Copies the blocks of `rows` side by side, `[blocks][rows]`, int8 sums times minus the zero point.
-pub(crate) fn gather(x: Inputs<'_>, rows: &[u32], zero_point: i32, to: &mut [u8]) {
-    let bytes = x.layout().block_bytes();
-    let mut to = to.chunks_exact_mut(bytes);
-    for block in 0..x.blocks() {
-        for (&row, to) in rows.iter().zip(&mut to) {
-            to.copy_from_slice(x.block(block, row as usize));
-            if let InputLayout::Int8 { group } = x.layout() {
-                for sum in to[BLOCK + BLOCK / group * 4..].as_chunks_mut::<4>().0 {
-                    *sum = (i32::from_le_bytes(*sum) * -zero_point).to_le_bytes();
-                }
-            }
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Products against plain F64 sums over the decoded weights and the inputs exactly as packed, for each tier of this CPU.
 
 use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
-use kt_core::cpu::kernel::{Kernel, Scratch, Weights};
+use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
 use kt_core::cpu::memory::AlignedBytes;
 use kt_core::cpu::tier::Tier;
 use kt_core::format::float::{bf16_to_f32, f32_to_bf16};
@@ -12,9 +12,18 @@ use kt_core::{Format, Group, Matrix, ScaleType};
 use crate::Avx;
 use crate::layout::PANEL;
 
-const TIERS: [Tier; 4] = [Tier::Avx2, Tier::Avx512, Tier::Avx512Vnni, Tier::Avx512Bf16];
+const TIERS: [Tier; 5] = [Tier::Avx2, Tier::AvxVnni, Tier::Avx512, Tier::Avx512Vnni, Tier::Avx512Bf16];
 
-const FORMATS: [Format; 13] = [
+const FORMATS: [Format; 22] = [
+    Format::F32,
+    Format::F16,
+    Format::Mxfp8,
+    Format::Mxfp4,
+    Format::Nvfp4,
+    Format::Int8Asym(Group::Row),
+    Format::Int8Asym(Group::Of(128)),
+    Format::Int4Asym(Group::Of(32)),
+    Format::Int4Asym(Group::Of(128)),
     Format::Bf16,
     Format::Fp8Block,
     Format::Fp8Channel,
@@ -44,15 +53,24 @@ fn kernels() -> Vec<Avx> {
     kernels.collect()
 }
 
+/// A random matrix, with scales of type `kind` if the format has such; `None` if the format has no such shape.
 fn random_matrix(format: Format, rows: usize, cols: usize, kind: ScaleType, seed: u64) -> Option<Matrix> {
+    let kinds = [kind, ScaleType::E8m0, ScaleType::E4m3];
+    let kind = *kinds.iter().find(|&&kind| format.takes_scales(kind)).unwrap_or(&kind);
     let mut random = Random(seed);
     let bytes = format.row_bytes(cols).ok()? * rows;
     let codes: Vec<u8> = match format {
         Format::Bf16 => {
             (0..bytes / 2).flat_map(|_| f32_to_bf16(random.normal() * 0.05).to_le_bytes()).collect::<Vec<u8>>()
         }
+        Format::F16 => (0..bytes / 2)
+            .flat_map(|_| {
+                half::f16::from_f32(random.normal() * 0.05 * 2f32.powi(-(random.below(16) as i32))).to_le_bytes()
+            })
+            .collect(),
+        Format::F32 => (0..bytes / 4).flat_map(|_| (random.normal() * 0.05).to_le_bytes()).collect(),
         // NaN codes have a test of their own.
-        Format::Fp8Block | Format::Fp8Channel => {
+        Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => {
             (0..bytes).map(|_| random.bits() as u8).map(|c| if c & 0x7f == 0x7f { 0x30 } else { c }).collect()
         }
         _ => (0..bytes).map(|_| random.bits() as u8).collect(),
@@ -71,7 +89,15 @@ fn random_matrix(format: Format, rows: usize, cols: usize, kind: ScaleType, seed
         }
         (bytes.into(), kind)
     });
-    Some(Matrix::new(format, rows, cols, codes.into(), scales).expect("a matrix of this shape"))
+    let matrix = Matrix::new(format, rows, cols, codes.into(), scales).expect("a matrix of this shape");
+    let most = match format {
+        Format::Int4Asym(_) => 16,
+        Format::Int8Asym(_) => 256,
+        _ => return Some(matrix),
+    };
+    let (r, c) = format.scale_shape(rows, cols).expect("scales");
+    let zeros = (0..r * c).map(|_| random.below(most + 1) as i16).collect();
+    Some(matrix.with_zero_points(zeros).expect("zero points"))
 }
 
 fn pack(kernel: Avx, matrix: &Matrix) -> Weights {
@@ -121,9 +147,18 @@ impl Rows {
     }
 }
 
+/// The product with some rows of `x`, which lie between others.
 fn product(kernel: Avx, w: &Weights, outputs: std::ops::Range<usize>, x: &Rows, rows: &[u32]) -> Vec<f32> {
     let mut out = vec![f32::NAN; rows.len() * outputs.len()];
-    kernel.product(w, outputs, x.view(), rows, &mut out, &mut Scratch::default());
+    let around: Vec<u32> = [&[0, 0], rows, &[0]].concat();
+    let blocks = (0..x.view().blocks()).flat_map(|b| around.iter().map(move |&r| (b, r as usize)));
+    let mut memory = AlignedBytes::default();
+    let bytes = memory.get(x.layout.bytes(around.len(), x.cols));
+    for (to, (b, r)) in bytes.chunks_exact_mut(x.layout.block_bytes()).zip(blocks) {
+        to.copy_from_slice(x.view().block(b, r));
+    }
+    let picked = Inputs::new(x.layout, around.len(), x.cols, bytes);
+    kernel.product(Outputs::new(w, outputs), picked, 2..2 + rows.len(), &mut out, &mut Scratch::default());
     out
 }
 
@@ -179,7 +214,7 @@ fn products_match_plain_sums() {
 fn all_scale_types_are_kept() {
     for kernel in kernels() {
         for format in FORMATS {
-            let kinds = [ScaleType::F32, ScaleType::F16, ScaleType::Bf16, ScaleType::E8m0];
+            let kinds = [ScaleType::F32, ScaleType::F16, ScaleType::Bf16, ScaleType::E8m0, ScaleType::E4m3];
             for kind in kinds.into_iter().filter(|&kind| format.takes_scales(kind)) {
                 let Some(matrix) = random_matrix(format, 40, 384, kind, 17) else { continue };
                 let (layout, _) = kernel.accepts(format, 40, 384).expect("accepted");
@@ -188,7 +223,11 @@ fn all_scale_types_are_kept() {
                 let error = worst_error(&matrix, &x, &[0, 1, 2], &got);
                 let grouped = matches!(
                     format,
-                    Format::Int8(Group::Of(_)) | Format::Int8Offset(Group::Of(_)) | Format::Int4(Group::Of(_))
+                    Format::Int8(Group::Of(_))
+                        | Format::Int8Offset(Group::Of(_))
+                        | Format::Int8Asym(Group::Of(_))
+                        | Format::Int4(Group::Of(_))
+                        | Format::Int4Asym(Group::Of(_))
                 );
                 // Only F32 scales of groups are rounded, to 11 bits.
                 let bound = if grouped && kind == ScaleType::F32 { 2.5e-4 } else { 1e-6 };
@@ -233,7 +272,8 @@ fn a_number_does_not_depend_on_what_is_computed_with_it() {
 fn int8_products_are_the_same_on_every_tier() {
     let kernels = kernels();
     for format in FORMATS {
-        if !matches!(format, Format::Int8(_) | Format::Int8Offset(_) | Format::Int4(_)) {
+        let (layout, _) = kernels[0].accepts(format, 96, 768).expect("accepted");
+        if !matches!(layout, InputLayout::Int8 { .. }) {
             continue;
         }
         let matrix = random_matrix(format, 96, 768, ScaleType::F16, 37).expect("a matrix");
@@ -251,7 +291,7 @@ fn int8_products_are_the_same_on_every_tier() {
 
 #[test]
 fn products_of_f32_inputs_are_the_same_on_every_tier_that_has_them() {
-    for format in [Format::Bf16, Format::Fp8Block, Format::Fp8Channel] {
+    for format in [Format::F32, Format::F16, Format::Bf16, Format::Fp8Block, Format::Fp8Channel, Format::Mxfp8] {
         let matrix = random_matrix(format, 75, 768, ScaleType::Bf16, 57).expect("a matrix");
         let rows: Vec<u32> = (0..20).collect();
         let mut results = Vec::new();
@@ -269,9 +309,9 @@ fn products_of_f32_inputs_are_the_same_on_every_tier_that_has_them() {
 #[test]
 fn without_avx512_there_is_avx2() {
     if Tier::Avx2.available() {
-        for cap in [Tier::Avx2, Tier::AvxVnni] {
-            assert_eq!(Avx::detect(cap).expect("a kernel").tier(), Tier::Avx2);
-        }
+        assert_eq!(Avx::detect(Tier::Avx2).expect("a kernel").tier(), Tier::Avx2);
+        let next = if Tier::AvxVnni.available() { Tier::AvxVnni } else { Tier::Avx2 };
+        assert_eq!(Avx::detect(Tier::AvxVnni).expect("a kernel").tier(), next);
     }
 }
 
@@ -285,12 +325,21 @@ fn extreme_codes_do_not_saturate() {
             (Format::Int8Offset(Group::Of(32)), 0xff, 127.0),
             (Format::Int4(Group::Of(32)), 0xff, 7.0),
             (Format::Int4(Group::Of(32)), 0x00, -8.0),
+            (Format::Int4(Group::Row), 0xff, 7.0),
+            (Format::Mxfp4, 0x77, 6.0),
+            (Format::Mxfp4, 0xff, -6.0),
+            (Format::Nvfp4, 0x77, 6.0),
+            (Format::Nvfp4, 0xff, -6.0),
         ] {
             let cols = 256;
             let codes = vec![code; format.row_bytes(cols).unwrap() * 16];
             let (r, c) = format.scale_shape(16, cols).unwrap();
-            let scales: Vec<u8> = (0..r * c).flat_map(|_| 1f32.to_le_bytes()).collect();
-            let matrix = Matrix::new(format, 16, cols, codes.into(), Some((scales.into(), ScaleType::F32))).unwrap();
+            let (one, kind): (&[u8], _) = match format {
+                Format::Mxfp4 => (&[127], ScaleType::E8m0),
+                Format::Nvfp4 => (&[0x38], ScaleType::E4m3),
+                _ => (&[0, 0, 0x80, 0x3f], ScaleType::F32),
+            };
+            let matrix = Matrix::new(format, 16, cols, codes.into(), Some((one.repeat(r * c).into(), kind))).unwrap();
             let (layout, _) = kernel.accepts(format, 16, cols).unwrap();
             for sign in [-127.0f32, 127.0] {
                 let x = Rows::new(kernel, layout, &vec![sign; cols * 9], cols);
@@ -365,9 +414,13 @@ fn inputs_and_activations_are_those_of_the_core() {
     for kernel in kernels() {
         for len in [1, 31, 100, 128] {
             let x: Vec<f32> = random_inputs(1, len, len as u64);
-            for layout in
-                [InputLayout::F32, InputLayout::Bf16, InputLayout::Int8 { group: 32 }, InputLayout::Int8 { group: 128 }]
-            {
+            for layout in [
+                InputLayout::F32,
+                InputLayout::Bf16,
+                InputLayout::Int8 { group: 16 },
+                InputLayout::Int8 { group: 32 },
+                InputLayout::Int8 { group: 128 },
+            ] {
                 let (mut got, mut want) = (vec![1; layout.block_bytes()], vec![2; layout.block_bytes()]);
                 kernel.pack_input(layout, &x, &mut got);
                 kt_core::cpu::input::pack_block(layout, &x, &mut want);
@@ -388,11 +441,10 @@ fn inputs_and_activations_are_those_of_the_core() {
 fn what_is_declined_has_a_reason() {
     for kernel in kernels() {
         for format in [
-            Format::F32,
-            Format::F16,
             Format::Q8_0,
             Format::Q4K,
             Format::Int4(Group::Of(48)),
+            Format::Int4Asym(Group::Of(8)),
             Format::Int8(Group::Of(0)),
         ] {
             let why = kernel.accepts(format, 64, 768).unwrap_err();

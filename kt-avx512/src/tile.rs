@@ -1,4 +1,4 @@
-//! Register tiles: R rows x P panels of 16 outputs, sums in registers over all of K.
+//! Register tiles: R rows x P panels of 16 outputs, sums in registers over a range of K.
 //!
 //! ```text
 //! for each block of 128 columns
@@ -7,29 +7,29 @@
 //!     scale what has one scale so far, and add it to the total
 //! ```
 //!
-//! Each output of each row is one chain of additions in rising k, whatever R and P are and whether lines are unpacked here or
-//! beforehand. So a number does not depend on the rows and outputs that are computed with it.
+//! Each output of each row is one chain of additions in rising k, whatever R and P are, wherever K is cut, and whether lines are
+//! unpacked here or beforehand. So a number does not depend on the rows and outputs that are computed with it.
 
 #![allow(unsafe_code)] // kernel
 
-use std::arch::x86_64::{__m512, __m512i};
 use std::marker::PhantomData;
 
 use kt_core::cpu::input::BLOCK;
 
-use crate::isa::{Base, Isa, Job, prefetch};
-use crate::layout::{CHUNK, LINE, PANEL};
+use crate::isa::{Isa, Job, prefetch_later, prefetch_once};
+use crate::layout::{LINE, PANEL};
+use crate::lines::{Codes, Floats, Scale};
 
-/// How many blocks of 128 columns weights are asked for ahead of use; past the end of a panel, in the panels that come next. The
-/// hardware does this within a page only: without it, each panel starts with misses. More rows take longer over a block, yet gain
-/// from a greater distance (measured).
-const fn blocks_ahead(rows: usize) -> usize {
-    if rows <= 2 { 1 } else { 4 }
+/// Bytes that are asked for ahead of use, over all panels of a tile, when weights stream from memory; past the end of a panel, in the
+/// panels that come next. The hardware does this within a page only: without it, each panel starts with misses. More rows take longer
+/// over a line, yet gain from a greater distance (measured).
+const fn ahead_bytes(rows: usize) -> usize {
+    if rows <= 2 { 4096 } else { 8192 }
 }
 
-/// What a register tile reads and writes.
+/// What a register tile reads and writes: `blocks` blocks of 128 columns of it.
 pub(crate) struct Tile<'a> {
-    /// Lines of the first panel; those of panel `p` begin at `p * weight_stride`.
+    /// Lines of the first panel, from its first block; those of panel `p` begin at `p * weight_stride`.
     pub weights: &'a [u8],
     /// See `weights`.
     pub weight_stride: usize,
@@ -37,10 +37,18 @@ pub(crate) struct Tile<'a> {
     pub scales: &'a [u8],
     /// See `scales`.
     pub scale_stride: usize,
-    /// Columns that share a scale, for grouped weights.
+    /// Where the scales of the first group or block begin.
+    pub group_at: usize,
+    /// Columns that share a scale, for integer codes with group scales; and how many of them the first group has left.
     pub group: usize,
-    /// Gathered input rows: `[blocks][R]` input blocks.
+    /// See `group`.
+    pub group_left: usize,
+    /// What the codes are stored with as an offset, unless each group has its own.
+    pub zero_point: i32,
+    /// Input rows, from the first block: block `b` of row `r` begins at `b * input_stride + r * block_bytes`.
     pub inputs: &'a [u8],
+    /// See `inputs`.
+    pub input_stride: usize,
     /// Blocks of 128 columns.
     pub blocks: usize,
     /// Row `r`, output `j` goes to `r * out_stride + j`.
@@ -49,117 +57,83 @@ pub(crate) struct Tile<'a> {
     pub out_stride: usize,
     /// Outputs to write: the last panel may be cut.
     pub width: usize,
-}
-
-/// How the lines of a panel are stored, and how one becomes operands.
-pub(crate) trait Lines: Copy {
-    /// Operands per stored line.
-    const OPERANDS: usize;
-    /// What the loop keeps in registers for unpacking.
-    type Table: Copy;
-    /// Loads it.
-    fn table<I: Isa>(isa: I) -> Self::Table;
-    /// The operands of a line, in rising k; only the first [`Lines::OPERANDS`] are used.
-    fn operands<I: Isa>(isa: I, table: Self::Table, line: __m512i) -> [__m512i; 2];
-}
-
-/// Lines that are operands.
-#[derive(Clone, Copy)]
-pub(crate) struct Direct;
-
-/// Two int8 operands in nibbles.
-#[derive(Clone, Copy)]
-pub(crate) struct Nibbles;
-
-/// Two BF16 operands as E4M3 codes.
-#[derive(Clone, Copy)]
-pub(crate) struct Fp8;
-
-impl Lines for Direct {
-    const OPERANDS: usize = 1;
-    type Table = ();
-    #[inline(always)]
-    fn table<I: Isa>(_: I) {}
-    #[inline(always)]
-    fn operands<I: Isa>(_: I, _: (), line: __m512i) -> [__m512i; 2] {
-        [line, line]
-    }
-}
-
-impl Lines for Nibbles {
-    const OPERANDS: usize = 2;
-    type Table = ();
-    #[inline(always)]
-    fn table<I: Isa>(_: I) {}
-    #[inline(always)]
-    fn operands<I: Isa>(isa: I, _: (), line: __m512i) -> [__m512i; 2] {
-        isa.nibbles(line)
-    }
-}
-
-impl Lines for Fp8 {
-    const OPERANDS: usize = 2;
-    type Table = [__m512i; 4];
-    #[inline(always)]
-    fn table<I: Isa>(isa: I) -> Self::Table {
-        isa.fp8_table()
-    }
-    #[inline(always)]
-    fn operands<I: Isa>(isa: I, table: Self::Table, line: __m512i) -> [__m512i; 2] {
-        isa.fp8_to_bf16(table, line)
-    }
-}
-
-/// Unpacks all lines of a panel.
-pub(crate) struct Unpack<'a, L> {
-    pub from: &'a [u8],
-    pub to: &'a mut [u8],
-    pub lines: PhantomData<L>,
-}
-
-impl<L: Lines> Job for Unpack<'_, L> {
-    #[inline(always)]
-    fn go<I: Isa>(self, isa: I) {
-        let table = L::table(isa);
-        for (from, to) in self.from.chunks_exact(LINE).zip(self.to.chunks_exact_mut(LINE * L::OPERANDS)) {
-            // SAFETY: `from` is a line.
-            let operands = L::operands(isa, table, unsafe { isa.load(from.as_ptr()) });
-            for (to, v) in to.chunks_exact_mut(LINE).zip(operands) {
-                // SAFETY: `to` is a line.
-                unsafe { isa.store(to.as_mut_ptr(), v) };
-            }
-        }
-    }
+    /// What to ask for meanwhile. When lines stream: the lines that follow the last ones of the first panel. Else: lines for later, so
+    /// many for each block and panel; those of panel `p` begin `p * fetch_stride` bytes on.
+    pub fetch: *const u8,
+    /// See `fetch`.
+    pub fetch_stride: usize,
+    /// See `fetch`.
+    pub fetch_lines: usize,
+    /// Whether these are the first columns; else `out` holds the totals so far.
+    pub first: bool,
+    /// Whether these are the last columns, so that the scales of outputs are due.
+    pub last: bool,
 }
 
 impl Tile<'_> {
     /// Checks that everything that a tile of `r` x `p` reads and writes is there.
     #[inline(always)]
-    pub fn check(&self, r: usize, p: usize, weight_bytes: usize, scale_bytes: usize, input_bytes: usize) {
+    fn check(&self, r: usize, p: usize, weight_bytes: usize, scale_bytes: usize, input_bytes: usize) {
+        assert!(self.blocks > 0);
         assert!(self.weights.len() >= (p - 1) * self.weight_stride + weight_bytes);
         assert!(self.scales.len() >= (p - 1) * self.scale_stride + scale_bytes);
-        assert!(self.inputs.len() >= self.blocks * r * input_bytes);
+        assert!(self.inputs.len() >= (self.blocks - 1) * self.input_stride + r * input_bytes);
         assert!(self.width <= p * PANEL && self.width > (p - 1) * PANEL);
         assert!(self.out.len() >= (r - 1) * self.out_stride + self.width);
     }
 
+    /// From a line or scale to where it is in the panels that follow.
+    #[inline(always)]
+    fn following(&self) -> usize {
+        self.fetch.addr().wrapping_sub(self.weights.as_ptr().addr())
+    }
+
     /// From a line of a block to the line that is to be prefetched.
     #[inline(always)]
-    pub fn ahead<const R: usize, const P: usize>(&self, block: usize, block_bytes: usize) -> usize {
-        if block + blocks_ahead(R) < self.blocks {
-            blocks_ahead(R) * block_bytes
+    fn ahead<const R: usize, const P: usize>(&self, block: usize, block_bytes: usize) -> usize {
+        let blocks = (ahead_bytes(R) / P).div_ceil(block_bytes);
+        if block + blocks < self.blocks {
+            blocks * block_bytes
         } else {
-            (P * self.weight_stride + blocks_ahead(R) * block_bytes).wrapping_sub(self.blocks * block_bytes)
+            self.following().wrapping_add(blocks * block_bytes).wrapping_sub(self.blocks * block_bytes)
         }
     }
 
-    /// Multiplies by the row scales that open a panel's scales, if it has them, and writes the results.
+    /// Asks for the lines that go with a block.
     #[inline(always)]
-    fn finish<I: Isa, const R: usize, const P: usize>(self, isa: I, total: [[__m512; P]; R], row_scales: bool) {
+    fn fetch<const P: usize>(&self, block: usize) {
+        for p in 0..P {
+            let at = self.fetch.wrapping_add(p * self.fetch_stride + block * self.fetch_lines * LINE);
+            for l in 0..self.fetch_lines {
+                prefetch_later(at.wrapping_add(l * LINE));
+            }
+        }
+    }
+
+    /// The totals to go on from.
+    #[inline(always)]
+    fn begin<I: Isa, const R: usize, const P: usize>(&self, isa: I) -> [[I::Flt; P]; R] {
+        let mut total = [[isa.zero(); P]; R];
+        if !self.first {
+            for (r, total) in total.iter_mut().enumerate() {
+                for (p, total) in total.iter_mut().enumerate() {
+                    // SAFETY: `check` saw that `width` outputs of R rows fit, and that all panels begin before `width`.
+                    let from = unsafe { self.out.as_ptr().add(r * self.out_stride + p * PANEL) };
+                    // SAFETY: as above; cut at `width`.
+                    *total = unsafe { isa.load_first(from, self.width - p * PANEL) };
+                }
+            }
+        }
+        total
+    }
+
+    /// Writes the totals, at the end times the scales that open a panel's scales, if outputs have such.
+    #[inline(always)]
+    fn end<I: Isa, const R: usize, const P: usize>(self, isa: I, total: [[I::Flt; P]; R], output_scales: bool) {
         for p in 0..P {
             for (r, total) in total.iter().enumerate() {
                 let mut v = total[p];
-                if row_scales {
+                if output_scales && self.last {
                     // SAFETY: `check` saw the scales of P panels.
                     v = isa.mul(v, isa.as_f32(unsafe { isa.load(self.scales.as_ptr().add(p * self.scale_stride)) }));
                 }
@@ -172,154 +146,264 @@ impl Tile<'_> {
     }
 }
 
-/// Unsigned weights x signed inputs with a scale per `XG` columns. `GROUPED`: weights have group scales too.
-pub(crate) struct Int8Tile<'a, L, const XG: usize, const GROUPED: bool, const R: usize, const P: usize> {
+/// Unsigned codes x signed inputs with a scale per `XG` columns.
+///
+/// `S`: the group scales of the weights. `ZERO`: bytes of the zero point that follows each of them; 0 where all are
+/// [`Tile::zero_point`]. `STREAM`: lines come from memory.
+pub(crate) struct IntTile<
+    'a,
+    L,
+    S,
+    const XG: usize,
+    const ZERO: usize,
+    const STREAM: bool,
+    const R: usize,
+    const P: usize,
+> {
     pub tile: Tile<'a>,
-    pub lines: PhantomData<L>,
+    pub kind: PhantomData<(L, S)>,
 }
 
-impl<L: Lines, const XG: usize, const GROUPED: bool, const R: usize, const P: usize> Job
-    for Int8Tile<'_, L, XG, GROUPED, R, P>
+impl<L: Codes, S: Scale, const XG: usize, const ZERO: usize, const STREAM: bool, const R: usize, const P: usize> Job
+    for IntTile<'_, L, S, XG, ZERO, STREAM, R, P>
 {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
         let t = self.tile;
         let groups = BLOCK / XG;
-        let block_bytes = BLOCK + groups * 8;
-        let group_bytes = if GROUPED { (t.blocks * BLOCK).div_ceil(t.group) * PANEL * 2 } else { 0 };
-        t.check(R, P, t.blocks * BLOCK * PANEL / L::OPERANDS, PANEL * 4 + group_bytes, block_bytes);
+        let input_bytes = BLOCK + groups * 8;
+        let record = PANEL * (S::BYTES + ZERO);
+        let records =
+            if record == 0 { 0 } else { (t.blocks * BLOCK).saturating_sub(t.group_left).div_ceil(t.group) + 1 };
+        let block_bytes = BLOCK * PANEL / L::OPERANDS;
+        t.check(R, P, t.blocks * block_bytes, (t.group_at + records * record).max(PANEL * 4), input_bytes);
+        assert!(record == 0 || t.group.is_multiple_of(XG) && t.group_left.is_multiple_of(XG) && t.group_left > 0);
 
         // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of R rows, and a
-        // scale for every group, those of the padding included.
+        // record for every group.
         let table = L::table(isa);
-        let mut total = [[isa.zero(); P]; R];
+        let offset = if L::SPAN == 0 { I::WIDE_OFFSET } else { 0 };
+        let words = isa.splat(0xffff);
+        let mut zeros = [isa.splat((offset - t.zero_point) & 0xffff); P];
+        let mut total = t.begin::<I, R, P>(isa);
         let mut line = t.weights.as_ptr();
         let mut x = t.inputs.as_ptr();
-        let mut scale = t.scales[PANEL * 4..].as_ptr();
-        let chunks_per_scale = if GROUPED { t.group / CHUNK } else { 1 };
-        let mut chunks_left = chunks_per_scale;
+        let mut scale = t.scales.as_ptr().wrapping_add(t.group_at);
+        let mut left = t.group_left;
         for block in 0..t.blocks {
-            let ahead = t.ahead::<R, P>(block, BLOCK * PANEL / L::OPERANDS);
+            let ahead = if STREAM { t.ahead::<R, P>(block, block_bytes) } else { 0 };
+            if !STREAM {
+                t.fetch::<P>(block);
+            }
             for g in 0..groups {
+                if ZERO > 0 {
+                    for (p, zero) in zeros.iter_mut().enumerate() {
+                        let at = scale.wrapping_add(p * t.scale_stride + PANEL * S::BYTES);
+                        // SAFETY: 16 zero points of this group of panel `p`, in bounds as said above.
+                        let z = unsafe { if ZERO == 1 { isa.load_u8(at) } else { isa.load_i16(at) } };
+                        *zero = isa.and(isa.sub(isa.splat(offset), z), words);
+                    }
+                }
                 let mut sums = [[isa.splat(0); P]; R];
                 for (r, sums) in sums.iter_mut().enumerate() {
-                    // SAFETY: the correction of group `g` of row `r`, in bounds as said above.
-                    *sums = [unsafe { isa.load_dword(x.add(r * block_bytes + BLOCK + (groups + g) * 4)) }; P];
+                    // SAFETY: the sum of the codes of group `g` of row `r`, in bounds as said above.
+                    let codes = unsafe { isa.load_dword(x.add(r * input_bytes + BLOCK + (groups + g) * 4)) };
+                    // Such a sum fits a word, and the upper words of `zeros` are 0.
+                    for (sum, &zero) in sums.iter_mut().zip(&zeros) {
+                        *sum = isa.madd(zero, codes);
+                    }
                 }
-                for j in 0..XG / 4 / L::OPERANDS {
+                let span = if L::SPAN == 0 { XG } else { L::SPAN };
+                let lines = span / 4 / L::OPERANDS;
+                for s in 0..XG / span {
+                    let mut acc = sums;
+                    if L::SPAN > 0 {
+                        for acc in acc.iter_mut() {
+                            for acc in acc.iter_mut() {
+                                *acc = isa.narrow_begin(*acc);
+                            }
+                        }
+                    }
+                    for j in 0..lines {
+                        let mut w = [[isa.splat(0); 2]; P];
+                        for (p, w) in w.iter_mut().enumerate() {
+                            let at = line.wrapping_add(p * t.weight_stride);
+                            if STREAM {
+                                prefetch_once(at.wrapping_add(ahead));
+                            }
+                            // SAFETY: the next line of panel `p`, in bounds as said above.
+                            *w = L::operands(isa, table, unsafe { isa.load(at) });
+                        }
+                        line = line.wrapping_add(LINE);
+                        for l in 0..L::OPERANDS {
+                            let k = g * XG + s * span + (j * L::OPERANDS + l) * 4;
+                            if L::SPAN == 0 {
+                                let mut wide = [isa.wide(w[0][l]); P];
+                                for (wide, w) in wide.iter_mut().zip(&w) {
+                                    *wide = isa.wide(w[l]);
+                                }
+                                for (r, acc) in acc.iter_mut().enumerate() {
+                                    // SAFETY: four codes of row `r`, in bounds as said above.
+                                    let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
+                                    for (acc, &w) in acc.iter_mut().zip(&wide) {
+                                        *acc = isa.dot_wide(*acc, w, x);
+                                    }
+                                }
+                            } else {
+                                for (r, acc) in acc.iter_mut().enumerate() {
+                                    // SAFETY: four codes of row `r`, in bounds as said above.
+                                    let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
+                                    for (acc, w) in acc.iter_mut().zip(&w) {
+                                        *acc = isa.dot_narrow(*acc, w[l], x);
+                                    }
+                                }
+                            }
+                        }
+                    }
+                    if L::SPAN > 0 {
+                        for (sums, acc) in sums.iter_mut().zip(&acc) {
+                            for (sum, &acc) in sums.iter_mut().zip(acc) {
+                                *sum = isa.narrow_end(*sum, acc);
+                            }
+                        }
+                    } else {
+                        sums = acc;
+                    }
+                }
+                let mut w_scale = [isa.zero(); P];
+                if S::BYTES > 0 {
+                    for (p, w_scale) in w_scale.iter_mut().enumerate() {
+                        let at = scale.wrapping_add(p * t.scale_stride);
+                        // SAFETY: 16 scales of this group of panel `p`, in bounds as said above.
+                        *w_scale = unsafe { S::load(isa, at) };
+                        if STREAM {
+                            prefetch_once(at.wrapping_add(t.following()));
+                        }
+                    }
+                }
+                if record > 0 {
+                    left -= XG;
+                    if left == 0 {
+                        left = t.group;
+                        scale = scale.wrapping_add(record);
+                    }
+                }
+                for (r, sums) in sums.iter().enumerate() {
+                    // SAFETY: the scale of group `g` of row `r`, in bounds as said above.
+                    let x_scale = unsafe { isa.load_f32(x.add(r * input_bytes + BLOCK + g * 4)) };
+                    for p in 0..P {
+                        let sum = isa.to_f32(sums[p]);
+                        let (a, b) = if S::BYTES > 0 { (isa.mul(sum, x_scale), w_scale[p]) } else { (sum, x_scale) };
+                        total[r][p] = isa.mul_add(a, b, total[r][p]);
+                    }
+                }
+            }
+            x = x.wrapping_add(t.input_stride);
+        }
+        t.end(isa, total, true);
+    }
+}
+
+/// Which scales floating-point weights have.
+pub(crate) mod scaled {
+    /// None.
+    pub(crate) const NO: u8 = 0;
+    /// An F32 per output.
+    pub(crate) const OUTPUTS: u8 = 1;
+    /// An F32 per panel and block (FP8 128x128).
+    pub(crate) const TILES: u8 = 2;
+    /// E8M0 per output and 32 columns.
+    pub(crate) const GROUPS: u8 = 3;
+}
+
+/// Floating-point weights x inputs of [`Isa::INPUT_BYTES`] (BF16 weights), or F32.
+pub(crate) struct FloatTile<'a, L, const SCALED: u8, const STREAM: bool, const R: usize, const P: usize> {
+    pub tile: Tile<'a>,
+    pub kind: PhantomData<L>,
+}
+
+impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: usize> Job
+    for FloatTile<'_, L, SCALED, STREAM, R, P>
+{
+    #[inline(always)]
+    fn go<I: Isa>(self, isa: I) {
+        let t = self.tile;
+        let (number, per_operand) = if L::BF16 { (I::INPUT_BYTES, 2) } else { (4, 1) };
+        let input_bytes = BLOCK * number;
+        let block_bytes = BLOCK / per_operand * LINE / L::OPERANDS;
+        // Columns, and bytes of scales, until a scale is due.
+        let (span, record) = match SCALED {
+            scaled::TILES => (BLOCK, 4),
+            scaled::GROUPS => (32, PANEL),
+            _ => (BLOCK, 0),
+        };
+        let scale_bytes =
+            if SCALED == scaled::OUTPUTS { PANEL * 4 } else { t.group_at + t.blocks * (BLOCK / span) * record };
+        t.check(R, P, t.blocks * block_bytes, scale_bytes, input_bytes);
+
+        // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of R rows, and a
+        // scale for every span.
+        let table = L::table(isa);
+        let mut total = t.begin::<I, R, P>(isa);
+        let mut line = t.weights.as_ptr();
+        let mut x = t.inputs.as_ptr();
+        let mut scale = t.scales.as_ptr().wrapping_add(t.group_at);
+        for block in 0..t.blocks {
+            let ahead = if STREAM { t.ahead::<R, P>(block, block_bytes) } else { 0 };
+            if !STREAM {
+                t.fetch::<P>(block);
+            }
+            for s in 0..BLOCK / span {
+                let mut sums = if record > 0 { [[isa.zero(); P]; R] } else { total };
+                for j in 0..span / per_operand / L::OPERANDS {
                     let mut w = [[isa.splat(0); 2]; P];
                     for (p, w) in w.iter_mut().enumerate() {
                         let at = line.wrapping_add(p * t.weight_stride);
-                        prefetch(at.wrapping_add(ahead));
+                        if STREAM {
+                            prefetch_once(at.wrapping_add(ahead));
+                        }
                         // SAFETY: the next line of panel `p`, in bounds as said above.
                         *w = L::operands(isa, table, unsafe { isa.load(at) });
                     }
                     line = line.wrapping_add(LINE);
                     for l in 0..L::OPERANDS {
+                        let k = s * span + (j * L::OPERANDS + l) * per_operand;
                         for (r, sums) in sums.iter_mut().enumerate() {
-                            let k = g * XG + (j * L::OPERANDS + l) * 4;
-                            // SAFETY: four codes of row `r`, in bounds as said above.
-                            let x = unsafe { isa.load_dword(x.add(r * block_bytes + k)) };
-                            for (sum, w) in sums.iter_mut().zip(&w) {
-                                *sum = isa.dot_int8(*sum, w[l], x);
+                            let at = x.wrapping_add(r * input_bytes + k * number);
+                            if L::BF16 {
+                                // SAFETY: two inputs of row `r`, in bounds as said above.
+                                let x = unsafe { isa.load_pair(at) };
+                                for (sum, w) in sums.iter_mut().zip(&w) {
+                                    *sum = isa.dot_bf16(*sum, w[l], x);
+                                }
+                            } else {
+                                // SAFETY: an input of row `r`, in bounds as said above.
+                                let x = unsafe { isa.load_f32(at) };
+                                for (sum, w) in sums.iter_mut().zip(&w) {
+                                    *sum = isa.mul_add(isa.as_f32(w[l]), x, *sum);
+                                }
                             }
                         }
                     }
                 }
-                let mut w_scale = [isa.zero(); P];
-                if GROUPED {
-                    for (p, w_scale) in w_scale.iter_mut().enumerate() {
-                        // SAFETY: 16 scales of this group of panel `p`, in bounds as said above.
-                        *w_scale = unsafe { isa.load_f16(scale.add(p * t.scale_stride)) };
-                        prefetch(scale.wrapping_add((P + p) * t.scale_stride));
-                    }
-                    chunks_left -= 1;
-                    if chunks_left == 0 {
-                        chunks_left = chunks_per_scale;
-                        scale = scale.wrapping_add(PANEL * 2);
-                    }
-                }
-                for (r, sums) in sums.iter().enumerate() {
-                    // SAFETY: the scale of group `g` of row `r`, in bounds as said above.
-                    let x_scale = unsafe { isa.load_f32(x.add(r * block_bytes + BLOCK + g * 4)) };
+                if record > 0 {
                     for p in 0..P {
-                        let sum = isa.to_f32(sums[p]);
-                        let (a, b) = if GROUPED { (isa.mul(sum, x_scale), w_scale[p]) } else { (sum, x_scale) };
-                        total[r][p] = isa.mul_add(a, b, total[r][p]);
-                    }
-                }
-            }
-            x = x.wrapping_add(R * block_bytes);
-        }
-        t.finish(isa, total, true);
-    }
-}
-
-/// BF16 weights x inputs of [`Isa::INPUT_BYTES`]. `TILES`: an F32 scale per panel and block (FP8 128x128); else `ROWS`: an F32
-/// scale per output.
-pub(crate) struct Bf16Tile<'a, L, const TILES: bool, const ROWS: bool, const R: usize, const P: usize> {
-    pub tile: Tile<'a>,
-    pub lines: PhantomData<L>,
-}
-
-impl<L: Lines, const TILES: bool, const ROWS: bool, const R: usize, const P: usize> Job
-    for Bf16Tile<'_, L, TILES, ROWS, R, P>
-{
-    #[inline(always)]
-    fn go<I: Isa>(self, isa: I) {
-        let t = self.tile;
-        let block_bytes = BLOCK * I::INPUT_BYTES;
-        let scale_bytes = if TILES {
-            t.blocks * 4
-        } else if ROWS {
-            PANEL * 4
-        } else {
-            0
-        };
-        t.check(R, P, t.blocks * BLOCK * PANEL * 2 / L::OPERANDS, scale_bytes, block_bytes);
-
-        // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of R rows, and a
-        // scale for every block.
-        let table = L::table(isa);
-        let mut total = [[isa.zero(); P]; R];
-        let mut line = t.weights.as_ptr();
-        let mut x = t.inputs.as_ptr();
-        for block in 0..t.blocks {
-            let ahead = t.ahead::<R, P>(block, BLOCK * PANEL * 2 / L::OPERANDS);
-            let mut sums = if TILES { [[isa.zero(); P]; R] } else { total };
-            for j in 0..BLOCK / 2 / L::OPERANDS {
-                let mut w = [[isa.splat(0); 2]; P];
-                for (p, w) in w.iter_mut().enumerate() {
-                    let at = line.wrapping_add(p * t.weight_stride);
-                    prefetch(at.wrapping_add(ahead));
-                    // SAFETY: the next line of panel `p`, in bounds as said above.
-                    *w = L::operands(isa, table, unsafe { isa.load(at) });
-                }
-                line = line.wrapping_add(LINE);
-                for l in 0..L::OPERANDS {
-                    for (r, sums) in sums.iter_mut().enumerate() {
-                        let k = (j * L::OPERANDS + l) * 2;
-                        // SAFETY: two inputs of row `r`, in bounds as said above.
-                        let x = unsafe { isa.load_pair(x.add(r * block_bytes + k * I::INPUT_BYTES)) };
-                        for (sum, w) in sums.iter_mut().zip(&w) {
-                            *sum = isa.dot_bf16(*sum, w[l], x);
+                        let at = scale.wrapping_add(p * t.scale_stride);
+                        // SAFETY: the scales of this span of panel `p`, in bounds as said above.
+                        let scale = unsafe {
+                            if SCALED == scaled::TILES { isa.load_f32(at) } else { isa.exp2(isa.load_u8(at)) }
+                        };
+                        for r in 0..R {
+                            total[r][p] = isa.mul_add(sums[r][p], scale, total[r][p]);
                         }
                     }
+                    scale = scale.wrapping_add(record);
+                } else {
+                    total = sums;
                 }
             }
-            if TILES {
-                for p in 0..P {
-                    // SAFETY: the scale of this block of panel `p`, in bounds as said above.
-                    let scale = unsafe { isa.load_f32(t.scales.as_ptr().add(p * t.scale_stride + block * 4)) };
-                    for r in 0..R {
-                        total[r][p] = isa.mul_add(sums[r][p], scale, total[r][p]);
-                    }
-                }
-            } else {
-                total = sums;
-            }
-            x = x.wrapping_add(R * block_bytes);
+            x = x.wrapping_add(t.input_stride);
         }
-        t.finish(isa, total, ROWS);
+        t.end(isa, total, SCALED == scaled::OUTPUTS);
     }
 }

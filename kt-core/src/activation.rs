@@ -42,7 +42,8 @@ pub fn exp(x: f32) -> f32 {
     p = p * r + 1.0;
     // n is in -126..=128; two factors keep each power of two representable.
     let half = (n * 0.5).floor();
-    let pow = |k: f32| f32::from_bits(((k as i32 + 127) as u32) << 23);
+    // Adding 1.5 * 2^23 leaves the integer in the low bits, where a cast would check its range lane by lane.
+    let pow = |k: f32| f32::from_bits(((k + (3 << 22) as f32).to_bits() << 23).wrapping_add(127 << 23));
     let y = p * pow(half) * pow(n - half);
     if x < -87.3 {
         0.0

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kt_core::cpu::input::{BLOCK, InputLayout, Inputs, pack_block};
-use kt_core::cpu::kernel::{Kernel, Scratch, Weights};
+use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
 use kt_core::cpu::tier::Tier;
 use kt_core::testing::Random;
 use kt_core::{Format, Matrix};
@@ -78,14 +78,19 @@ fn products(c: &mut Criterion) {
                     });
                     let bytes = packed(rows, cols);
                     let x = Inputs::new(LAYOUT, rows, cols, &bytes);
-                    let list: Vec<u32> = (0..rows as u32).collect();
                     let (mut out, mut scratch, mut next) = (vec![0.0; rows * TASK], Scratch::default(), 0);
                     group.bench_function(BenchmarkId::from_parameter(rows), |b| {
                         b.iter(|| {
                             let w = &weights[next % weights.len()];
                             next += 1;
                             for start in (0..outputs).step_by(TASK) {
-                                kernel.product(w, start..start + TASK, x, &list, &mut out, &mut scratch);
+                                kernel.product(
+                                    Outputs::new(w, start..start + TASK),
+                                    x,
+                                    0..rows,
+                                    &mut out,
+                                    &mut scratch,
+                                );
                             }
                             black_box(&mut out);
                         });

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use kt_core::activation::Activation;
 use kt_core::cpu::input::{InputLayout, Inputs};
-use kt_core::cpu::kernel::{Kernel, Scratch, Weights};
+use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
 use kt_core::cpu::tier::Tier;
 use kt_core::{Format, Matrix, Unsupported};
 
@@ -135,10 +135,9 @@ impl Kernel for Llamafile {
     /// When shapes, formats or the input layout do not belong together: a caller's error.
     fn product(
         self,
-        w: &Weights,
-        outputs: Range<usize>,
+        Outputs { of: w, range: outputs, .. }: Outputs<'_>,
         x: Inputs<'_>,
-        rows: &[u32],
+        rows: Range<usize>,
         out: &mut [f32],
         scratch: &mut Scratch,
     ) {
@@ -146,7 +145,7 @@ impl Kernel for Llamafile {
         assert!(outputs.start <= outputs.end && outputs.end <= matrix.rows(), "outputs {outputs:?} out of range");
         assert!(x.layout() == INPUTS && x.cols() == matrix.cols(), "input rows of another layout or width");
         assert_eq!(out.len(), rows.len() * outputs.len(), "output of another shape");
-        assert!(rows.iter().all(|&r| (r as usize) < x.rows()), "a row index is out of range");
+        assert!(rows.end <= x.rows(), "rows {rows:?} out of range");
         let _ = &scratch; // used by every instruction set there is
         dispatch!(self.0, product(matrix, outputs, x, rows, out, &mut scratch.panel))
     }

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use kt_core::activation::Activation;
 use kt_core::cpu::input::{BLOCK, InputLayout, Inputs, pack_block};
-use kt_core::cpu::kernel::{Kernel, Scratch, Weights};
+use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
+use kt_core::cpu::memory::AlignedBytes;
 use kt_core::cpu::tier::Tier;
 use kt_core::testing::Random;
 use kt_core::{Format, Group, Matrix};
@@ -128,9 +129,18 @@ fn unpacked(x: &Inputs<'_>) -> Vec<f64> {
     out
 }
 
+/// The product with some rows of `x`.
 fn product(k: Llamafile, m: &Matrix, outputs: Range<usize>, x: Inputs<'_>, rows: &[u32]) -> Vec<f32> {
     let mut out = vec![f32::NAN; rows.len() * outputs.len()];
-    k.product(&Weights::in_place(m.clone()), outputs, x, rows, &mut out, &mut Scratch::default());
+    let blocks = (0..x.blocks()).flat_map(|b| rows.iter().map(move |&r| x.block(b, r as usize)));
+    let mut memory = AlignedBytes::default();
+    let picked = memory.get(LAYOUT.bytes(rows.len(), x.cols()));
+    for (to, from) in picked.chunks_exact_mut(LAYOUT.block_bytes()).zip(blocks) {
+        to.copy_from_slice(from);
+    }
+    let x = Inputs::new(LAYOUT, rows.len(), x.cols(), picked);
+    let weights = Weights::in_place(m.clone());
+    k.product(Outputs::new(&weights, outputs), x, 0..rows.len(), &mut out, &mut Scratch::default());
     out
 }
 

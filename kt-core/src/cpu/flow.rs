@@ -3,7 +3,7 @@
 //! ```text
 //! region   run 1   tokens                        round and pack the input row of each token, once per layer
 //!          run 2   (expert, rows) x 128 outputs  gate and up products, biases, activation; pack into the down input
-//!          run 3   tokens x outputs of down      for each expert, in order: output += weight * (down product + bias)
+//!          run 3   outputs of down               for each expert, in order: output += weight * (down product + bias)
 //! ```
 //!
 //! Every number of the output is computed by one task from start to end, and sums run over experts in rising order, so the
@@ -11,13 +11,14 @@
 //! The kernel sees all rows of an expert at once (up to [`ROWS`]) and chooses its product by their number.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 
 use super::input::{BLOCK, InputLayout, Inputs};
-use super::kernel::{Kernel, Scratch, Weights};
-use super::memory::{Grid, Pieces, zeroed_pages};
+use super::kernel::{Kernel, Outputs, Scratch, Weights};
+use super::memory::{AlignedBytes, Grid, Pieces, zeroed_pages};
 use super::team::{Region, Team};
 use super::tier::Tier;
 use crate::activation::Activation;
@@ -33,16 +34,38 @@ use crate::work::Work;
 /// (2 x 256 x 128 x 4 bytes) still fit a second-level cache.
 const ROWS: usize = 256;
 
-/// `0..ROWS`: the rows of a packed input that belong to one expert alone.
-static FIRST_ROWS: [u32; ROWS] = {
-    let mut rows = [0; ROWS];
-    let mut i = 0;
-    while i < ROWS {
-        rows[i] = i as u32;
-        i += 1;
+/// The packed inputs of the tokens of one expert, side by side: what a thread gathered last.
+#[derive(Default)]
+pub(crate) struct Gathered {
+    /// The layer call and the chunk that the bytes are of; calls are counted from 1.
+    of: (u64, usize),
+    bytes: AlignedBytes,
+}
+
+impl Gathered {
+    /// The rows `tokens` of `x`, which are the rows of chunk `of.1` of layer call `of.0`; as they are where they follow each other.
+    fn rows<'a>(&'a mut self, x: Inputs<'a>, tokens: &[u32], of: (u64, usize)) -> (Inputs<'a>, Range<usize>) {
+        if let [first, ..] = *tokens
+            && tokens.windows(2).all(|w| w[0] + 1 == w[1])
+        {
+            return (x, first as usize..first as usize + tokens.len());
+        }
+        let bytes = self.bytes.get(x.layout().bytes(tokens.len(), x.cols()));
+        if self.of != of {
+            let mut to = bytes.chunks_exact_mut(x.layout().block_bytes());
+            for block in 0..x.blocks() {
+                for (&token, to) in tokens.iter().zip(&mut to) {
+                    to.copy_from_slice(x.block(block, token as usize));
+                }
+            }
+            self.of = of;
+        }
+        (Inputs::new(x.layout(), tokens.len(), x.cols(), bytes), 0..tokens.len())
     }
-    rows
-};
+}
+
+/// Counts layer calls, so that no thread takes what it gathered for an earlier one for this one's.
+static CALLS: AtomicU64 = AtomicU64::new(0);
 
 /// Experts on the CPU, with one kernel.
 pub struct CpuBackend<K> {
@@ -330,9 +353,10 @@ fn pack_rows<K: Kernel>(
     }
 }
 
-/// Width of output tiles: enough of them for the team, and never below the 16 outputs of a panel.
+/// Width of output tiles: enough of them for the team, and never below the 16 outputs of a panel. The wider, the fewer times inputs are
+/// read.
 fn tile_cols(outputs: usize, row_tiles: usize, threads: usize) -> usize {
-    let mut width = BLOCK;
+    let mut width = 2 * BLOCK;
     while width > 16 && outputs.div_ceil(width) * row_tiles < 4 * threads {
         width /= 2;
     }
@@ -383,35 +407,39 @@ impl<K: Kernel> BankInner<K> {
         let blocks = self.intermediate.div_ceil(BLOCK);
         let lengths = chunks.iter().flat_map(|c| (0..blocks).map(move |_| c.rows.len() * down_layout.block_bytes()));
         let pieces = Pieces::new(h, lengths);
+        let threads = region.threads();
+        let call = CALLS.fetch_add(1, Ordering::Relaxed) + 1;
         region.run(chunks.len() * blocks, |task, scratch| {
             let (chunk, block) = (&chunks[task / blocks], task % blocks);
             let outputs = block * BLOCK..self.intermediate.min((block + 1) * BLOCK);
-            self.gate_up(chunk, outputs, [gate_x, up_x], &row_tokens[chunk.rows.clone()], pieces.take(task), scratch);
+            let of = (call, task / blocks);
+            let tokens = &row_tokens[chunk.rows.clone()];
+            // The other threads probably take the tasks in between.
+            let next = task + threads;
+            let next = chunks.get(next / blocks).map(|chunk| (&self.experts[chunk.expert], next % blocks * BLOCK));
+            self.gate_up((chunk, of), (outputs, next), [gate_x, up_x], tokens, pieces.take(task), scratch);
         });
         drop(pieces);
 
         let h = &*h;
-        let row_tiles = tokens.div_ceil(ROWS);
-        let width = tile_cols(hidden, row_tiles, region.threads());
-        let grid = Grid::new(&mut work.output, tokens, hidden, ROWS, width);
+        // All tokens in one tile: cut, an expert's rows would be fewer than it has, and its weights read again.
+        let width = tile_cols(hidden, 1, region.threads());
+        let grid = Grid::new(&mut work.output, tokens, hidden, tokens, width);
         region.run(grid.tiles(), |task, scratch| {
             let mut tile = grid.take(task);
             let mut y = std::mem::take(&mut scratch.tiles[0]);
-            for chunk in &chunks {
-                let all = &row_tokens[chunk.rows.clone()];
-                let first = all.partition_point(|&t| (t as usize) < tile.rows.start);
-                let last = all.partition_point(|&t| (t as usize) < tile.rows.end);
-                if first == last {
-                    continue;
-                }
+            for (i, chunk) in chunks.iter().enumerate() {
                 let expert = &self.experts[chunk.expert];
                 let width = tile.cols.len();
-                y.resize((last - first) * width, 0.0);
+                y.resize(chunk.rows.len() * width, 0.0);
                 let x = Inputs::new(down_layout, chunk.rows.len(), self.intermediate, &h[chunk.h.clone()]);
                 let weights = &expert.weights[Proj::Down.index()];
-                kernel.product(weights, tile.cols.clone(), x, &FIRST_ROWS[first..last], &mut y, scratch);
+                let following = chunks.get(i + 1).map(|next| &self.experts[next.expert]);
+                let next = following.map(|next| (&next.weights[Proj::Down.index()], tile.cols.start));
+                let outputs = Outputs { of: weights, range: tile.cols.clone(), next };
+                kernel.product(outputs, x, 0..chunk.rows.len(), &mut y, scratch);
                 let bias = expert.bias(Proj::Down, tile.cols.clone());
-                for (row, y) in work.rows[chunk.rows.clone()][first..last].iter().zip(y.chunks_exact(width)) {
+                for (row, y) in work.rows[chunk.rows.clone()].iter().zip(y.chunks_exact(width)) {
                     let out = tile.row(row.token as usize);
                     match bias {
                         None => out.iter_mut().zip(y).for_each(|(o, &y)| *o += row.weight * y),
@@ -428,8 +456,8 @@ impl<K: Kernel> BankInner<K> {
 
     fn gate_up(
         &self,
-        chunk: &Chunk,
-        outputs: Range<usize>,
+        (chunk, of): (&Chunk, (u64, usize)),
+        (outputs, next): (Range<usize>, Option<(&Expert, usize)>),
         x: [Inputs<'_>; 2],
         tokens: &[u32],
         h: &mut [u8],
@@ -437,9 +465,19 @@ impl<K: Kernel> BankInner<K> {
     ) {
         let (expert, width) = (&self.experts[chunk.expert], outputs.len());
         let [mut gate, mut up] = std::mem::take(&mut scratch.tiles);
-        for (proj, x, tile) in [(Proj::Gate, x[0], &mut gate), (Proj::Up, x[1], &mut up)] {
+        let mut gathered = std::mem::take(&mut scratch.gathered);
+        let [of_gate, of_up] = &mut gathered;
+        let gate_x = of_gate.rows(x[0], tokens, of);
+        let up_x = if self.layouts[1] == self.layouts[0] { gate_x.clone() } else { of_up.rows(x[1], tokens, of) };
+        let weights = |proj: Proj| &expert.weights[proj.index()];
+        let after_gate = Some((weights(Proj::Up), outputs.start));
+        let after_up = next.map(|(expert, start)| (&expert.weights[Proj::Gate.index()], start));
+        for (proj, (x, rows), tile, next) in
+            [(Proj::Gate, gate_x, &mut gate, after_gate), (Proj::Up, up_x, &mut up, after_up)]
+        {
             tile.resize(tokens.len() * width, 0.0);
-            self.kernel.product(&expert.weights[proj.index()], outputs.clone(), x, tokens, tile, scratch);
+            let part = Outputs { of: weights(proj), range: outputs.clone(), next };
+            self.kernel.product(part, x, rows, tile, scratch);
             if let Some(bias) = expert.bias(proj, outputs.clone()) {
                 for row in tile.chunks_exact_mut(width) {
                     row.iter_mut().zip(bias).for_each(|(v, b)| *v += b);
@@ -452,6 +490,7 @@ impl<K: Kernel> BankInner<K> {
             self.kernel.pack_input(layout, row, out);
         }
         scratch.tiles = [gate, up];
+        scratch.gathered = gathered;
     }
 }
 
@@ -496,20 +535,13 @@ impl<K: Kernel> LinearOp for CpuLinear<K> {
             let inputs = Inputs::new(self.layout, n, cols, bytes);
             let width = tile_cols(outputs, n.div_ceil(ROWS), region.threads());
             let grid = Grid::new(y, n, outputs, ROWS, width);
-            let rows: Vec<u32> = (0..n as u32).collect();
             region.run(grid.tiles(), |task, scratch| {
                 let mut tile = grid.take(task);
                 let mut out = std::mem::take(&mut scratch.tiles[0]);
                 let width = tile.cols.len();
                 out.resize(tile.rows.len() * width, 0.0);
-                self.kernel.product(
-                    &self.weights,
-                    tile.cols.clone(),
-                    inputs,
-                    &rows[tile.rows.clone()],
-                    &mut out,
-                    scratch,
-                );
+                let outputs = Outputs::new(&self.weights, tile.cols.clone());
+                self.kernel.product(outputs, inputs, tile.rows.clone(), &mut out, scratch);
                 for (row, out) in tile.rows.clone().zip(out.chunks_exact(width)) {
                     tile.row(row).copy_from_slice(out);
                 }

@@ -23,7 +23,7 @@ pub enum InputLayout {
     ///
     /// `x = scale * code`, the scale being the best of four. A group with a NaN or an infinity has a NaN scale and zero codes; an all-zero group has scale 0.
     Int8 {
-        /// Columns per scale: 32 or 128.
+        /// Columns per scale: 16, 32 or 128.
         group: usize,
     },
 }
@@ -89,56 +89,71 @@ const LANES: usize = 16;
 
 /// What the largest magnitude of a group becomes, in the order of preference. Where rounding falls is chance, and the best of four
 /// draws loses 5 % less than the first: enough to keep groups of 32 within their accuracy bound, for a few cycles.
-const TOPS: [f32; 4] = [127.0, 126.0, 125.0, 124.0];
+pub const TOPS: [f32; 4] = [127.0, 126.0, 125.0, 124.0];
+
+/// Combines lanes pairwise, in a fixed order.
+#[inline(always)]
+fn fold(mut lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut n = LANES / 2;
+    while n > 0 {
+        for l in 0..n {
+            lanes[l] = f(lanes[l], lanes[l + n]);
+        }
+        n /= 2;
+    }
+    lanes[0]
+}
+
+/// Added to a number up to 2^22 in magnitude, leaves the nearest integer (ties to even) in the low bits. A cast would check its range
+/// lane by lane.
+const TO_INTEGER: f32 = (3 << 22) as f32;
 
 /// Rounds a group to codes; returns scale and sum of codes.
 #[inline(always)]
 fn round_group(x: &[f32], codes: &mut [u8]) -> (f32, i32) {
+    let lanes = x.as_chunks::<LANES>().0;
     let mut amax = [0f32; LANES];
     let mut poison = [0f32; LANES];
-    for x in x.chunks_exact(LANES) {
+    for x in lanes {
         for l in 0..LANES {
-            amax[l] = amax[l].max(x[l].abs());
+            let v = x[l].abs();
+            amax[l] = if v > amax[l] { v } else { amax[l] };
             poison[l] += x[l] * 0.0;
         }
     }
-    let amax = amax.iter().fold(0f32, |a, &b| a.max(b));
+    let amax = fold(amax, |a, b| if b > a { b } else { a });
+    let finite = fold(poison, |a, b| a + b) == 0.0;
     let inverse = 1.0 / amax;
-    if poison.iter().any(|&p| p != 0.0) || !(inverse * TOPS[0]).is_finite() {
+    if !finite || !(inverse * TOPS[0]).is_finite() {
         codes.fill(0);
         // Not a number, or infinite: the group is NaN. Below 4e-37 (or all zero): it counts as zero.
-        let finite = poison.iter().all(|&p| p == 0.0);
         return (if finite { 0.0 } else { f32::NAN }, 0);
     }
     let mut best = (f32::INFINITY, TOPS[0]);
     for top in TOPS {
         let (up, down) = (inverse * top, amax / top);
         let mut errors = [0f32; LANES];
-        for x in x.chunks_exact(LANES) {
+        for x in lanes {
             for l in 0..LANES {
                 let e = x[l] - (x[l] * up).round_ties_even() * down;
                 errors[l] += e * e;
             }
         }
-        let mut n = LANES / 2;
-        while n > 0 {
-            for l in 0..n {
-                errors[l] += errors[l + n];
-            }
-            n /= 2;
-        }
-        if errors[0] < best.0 {
-            best = (errors[0], top);
+        let error = fold(errors, |a, b| a + b);
+        if error < best.0 {
+            best = (error, top);
         }
     }
     let (up, down) = (inverse * best.1, amax / best.1);
-    let mut sum = 0i32;
-    for (c, &v) in codes.iter_mut().zip(x) {
-        let q = (v * up).round_ties_even() as i32;
-        *c = q as i8 as u8;
-        sum += q;
+    let mut sums = [0i32; LANES];
+    for (codes, x) in codes.as_chunks_mut::<LANES>().0.iter_mut().zip(lanes) {
+        for l in 0..LANES {
+            let q = (x[l] * up + TO_INTEGER).to_bits() as i32 - TO_INTEGER.to_bits() as i32;
+            codes[l] = q as u8;
+            sums[l] += q;
+        }
     }
-    (down, sum)
+    (down, sums.iter().sum())
 }
 
 /// Packed input rows, borrowed.

@@ -74,13 +74,33 @@ impl Weights {
     }
 }
 
+/// The outputs of a matrix that one product computes.
+#[derive(Debug, Clone)]
+pub struct Outputs<'a> {
+    /// The matrix.
+    pub of: &'a Weights,
+    /// Its outputs; they start at a multiple of 16.
+    pub range: Range<usize>,
+    /// What the same thread will probably multiply next, and from which output on: a hint, so that its weights are on their way.
+    pub next: Option<(&'a Weights, usize)>,
+}
+
+impl<'a> Outputs<'a> {
+    /// Some outputs of a matrix, with nothing known of what comes next.
+    pub fn new(of: &'a Weights, range: Range<usize>) -> Self {
+        Outputs { of, range, next: None }
+    }
+}
+
 /// Memory that a thread keeps between products, so that kernels never allocate on a hot path.
 #[derive(Default)]
 pub struct Scratch {
-    /// For unpacked weights, decoded rows, gathered inputs: grows as asked, content undefined.
+    /// For unpacked weights, decoded rows: grows as asked, content undefined.
     pub panel: super::memory::AlignedBytes,
     /// For the flow: gate and up tiles.
     pub(crate) tiles: [Vec<f32>; 2],
+    /// For the flow: the rows of one expert, of the inputs of gate and of up.
+    pub(crate) gathered: [super::flow::Gathered; 2],
 }
 
 /// Packing and product for one instruction set.
@@ -116,16 +136,8 @@ pub trait Kernel: Copy + Send + Sync + 'static {
         rule.apply(gate, up);
     }
 
-    /// `out[i, j] = sum_k W[outputs.start + j, k] * x[rows[i], k]`: `out` is `[rows.len(), outputs.len()]` row-major,
-    /// overwritten. `outputs` starts at a multiple of 16. Each number must come out the same whatever the other rows are and
+    /// `out[i, j] = sum_k W[outputs.range.start + j, k] * x[rows.start + i, k]`: `out` is `[rows.len(), outputs.range.len()]`
+    /// row-major, overwritten. Each number must come out the same whatever the other rows are and
     /// however the outputs are cut, except where the kernel's choice by number of rows is documented to change it.
-    fn product(
-        self,
-        w: &Weights,
-        outputs: Range<usize>,
-        x: Inputs<'_>,
-        rows: &[u32],
-        out: &mut [f32],
-        scratch: &mut Scratch,
-    );
+    fn product(self, outputs: Outputs<'_>, x: Inputs<'_>, rows: Range<usize>, out: &mut [f32], scratch: &mut Scratch);
 }

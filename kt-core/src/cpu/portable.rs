@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::input::{BLOCK, InputLayout, Inputs};
-use super::kernel::{Kernel, Scratch, Weights};
+use super::kernel::{Kernel, Outputs, Scratch};
 use super::tier::Tier;
 use crate::error::Unsupported;
 use crate::format::{Format, Matrix};
@@ -33,10 +33,9 @@ impl Kernel for Portable {
 
     fn product(
         self,
-        w: &Weights,
-        outputs: Range<usize>,
+        Outputs { of: w, range: outputs, .. }: Outputs<'_>,
         x: Inputs<'_>,
-        rows: &[u32],
+        rows: Range<usize>,
         out: &mut [f32],
         scratch: &mut Scratch,
     ) {
@@ -47,10 +46,10 @@ impl Kernel for Portable {
         decoded[cols..].fill(0.0);
         for (j, n) in outputs.enumerate() {
             matrix.decode_row(n, &mut decoded[..cols]);
-            for (i, &row) in rows.iter().enumerate() {
+            for (i, row) in rows.clone().enumerate() {
                 let mut lanes = [0f32; LANES];
                 for (b, w) in decoded.chunks_exact(BLOCK).enumerate() {
-                    let x: &[f32] = bytemuck::cast_slice(x.block(b, row as usize));
+                    let x: &[f32] = bytemuck::cast_slice(x.block(b, row));
                     for (w, x) in w.chunks_exact(LANES).zip(x.chunks_exact(LANES)) {
                         for l in 0..LANES {
                             lanes[l] += w[l] * x[l];

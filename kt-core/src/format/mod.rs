@@ -441,6 +441,20 @@ impl Scales {
         &self.bytes
     }
 
+    /// The stored byte of the scale at `[row, col]`, for types of one byte.
+    #[inline]
+    pub fn byte(&self, row: usize, col: usize) -> u8 {
+        self.bytes[row * self.stride + col]
+    }
+
+    /// What all E4M3 scales are multiplied with.
+    pub fn factor(&self) -> f32 {
+        match self.global {
+            Global::Times(v) => v,
+            Global::Over(v) => 1.0 / v,
+        }
+    }
+
     /// The scale at `[row, col]` of the scale tensor.
     #[inline]
     pub fn get(&self, row: usize, col: usize) -> f32 {

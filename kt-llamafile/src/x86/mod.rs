@@ -18,7 +18,7 @@ use blocks::{Blocks, Panel};
 use simd::{Simd, prefetch};
 use tile::{TILE_ROWS, Tile};
 
-/// `out[i, j] = sum_k w[outputs.start + j, k] * x[rows[i], k]` for a matrix of block type `B`. The caller has checked all
+/// `out[i, j] = sum_k w[outputs.start + j, k] * x[rows.start + i, k]` for a matrix of block type `B`. The caller has checked all
 /// shapes and indices.
 #[inline(always)]
 fn product<S: Simd, B: Blocks>(
@@ -26,7 +26,7 @@ fn product<S: Simd, B: Blocks>(
     w: &Matrix,
     outputs: Range<usize>,
     x: Inputs<'_>,
-    rows: &[u32],
+    rows: Range<usize>,
     out: &mut [f32],
     scratch: &mut AlignedBytes,
 ) {
@@ -39,8 +39,9 @@ fn product<S: Simd, B: Blocks>(
     // Rows that follow each other without a gap are fetched ahead: the first panel now, each other one during the one before.
     let panel_bytes = w.contiguous().map(|_| w.stride() * S::LANES.min(width));
     prefetch(w.row(outputs.start).as_ptr(), panel_bytes.unwrap_or(0));
-    for (rows, out) in rows.chunks(TILE_ROWS).zip(out.chunks_mut(TILE_ROWS * width)) {
-        let tile = Tile::gather(&x, rows, B::SUMS16, &mut *memory);
+    for (first, out) in rows.clone().step_by(TILE_ROWS).zip(out.chunks_mut(TILE_ROWS * width)) {
+        let rows = first..rows.end.min(first + TILE_ROWS);
+        let tile = Tile::gather(&x, rows.clone(), B::SUMS16, &mut *memory);
         let sums = &mut sums[..rows.len() * S::LANES];
         for start in outputs.clone().step_by(S::LANES) {
             let lanes = S::LANES.min(outputs.end - start);
@@ -83,7 +84,7 @@ macro_rules! tier {
                         w: &Matrix,
                         outputs: Range<usize>,
                         x: Inputs<'_>,
-                        rows: &[u32],
+                        rows: Range<usize>,
                         out: &mut [f32],
                         scratch: &mut AlignedBytes,
                     ) {
@@ -103,7 +104,7 @@ macro_rules! tier {
                 w: &Matrix,
                 outputs: Range<usize>,
                 x: Inputs<'_>,
-                rows: &[u32],
+                rows: Range<usize>,
                 out: &mut [f32],
                 scratch: &mut AlignedBytes,
             ) {

@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code)] // kernel
 
+use std::ops::Range;
+
 use std::arch::x86_64::*;
 use std::mem::{align_of, size_of};
 
@@ -125,15 +127,15 @@ impl<'a> Tile<'a> {
 
     /// Gathers `rows` of `x` into `memory`, which is 64-byte aligned and of [`Tile::bytes`] at least.
     #[inline(always)]
-    pub fn gather(x: &Inputs<'_>, rows: &[u32], sums16: bool, memory: &'a mut [u8]) -> Self {
+    pub fn gather(x: &Inputs<'_>, rows: Range<usize>, sums16: bool, memory: &'a mut [u8]) -> Self {
         assert!(memory.as_ptr().addr().is_multiple_of(align_of::<Record>()));
         assert!(rows.len() <= TILE_ROWS && memory.len() >= Self::bytes(rows.len(), x.cols()));
         let count = x.blocks() * rows.len();
         // SAFETY: address and length were just checked, any bytes are a `Record`, and `memory` is borrowed mutably for 'a.
         let records = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<Record>(), count) };
         for (b, records) in records.chunks_exact_mut(rows.len()).enumerate() {
-            for (record, &row) in records.iter_mut().zip(rows) {
-                let block = x.block(b, row as usize).try_into().expect("the caller checked the layout");
+            for (record, row) in records.iter_mut().zip(rows.clone()) {
+                let block = x.block(b, row).try_into().expect("the caller checked the layout");
                 record.fill(block, sums16);
             }
         }

@@ -1,0 +1,95 @@
+//! Rounding of input rows to int8: the numbers of [`kt_core::cpu::input::pack_block`], bit for bit, in vector operations.
+
+#![allow(unsafe_code)] // kernel
+
+use kt_core::cpu::input::{self, BLOCK, InputLayout, TOPS};
+
+use crate::isa::{Isa, Job};
+
+/// Lanes of a register.
+const LANES: usize = 16;
+
+/// Packs up to a block of columns.
+pub(crate) struct PackInput<'a> {
+    pub layout: InputLayout,
+    pub x: &'a [f32],
+    pub out: &'a mut [u8],
+}
+
+impl Job for PackInput<'_> {
+    #[inline(always)]
+    fn go<I: Isa>(self, isa: I) {
+        let InputLayout::Int8 { group } = self.layout else {
+            return input::pack_block(self.layout, self.x, self.out);
+        };
+        assert!(self.out.len() == self.layout.block_bytes());
+        let mut padded = [0f32; BLOCK];
+        let x: &[f32; BLOCK] = match self.x.try_into() {
+            Ok(x) => x,
+            Err(_) => {
+                padded[..self.x.len()].copy_from_slice(self.x);
+                &padded
+            }
+        };
+        match group {
+            16 => groups::<I, 16>(isa, x, self.out),
+            32 => groups::<I, 32>(isa, x, self.out),
+            BLOCK => groups::<I, BLOCK>(isa, x, self.out),
+            _ => input::pack_block(self.layout, x, self.out),
+        }
+    }
+}
+
+/// Register `i` of a slice.
+#[inline(always)]
+fn load<I: Isa>(isa: I, x: &[f32], i: usize) -> I::Flt {
+    let x = &x[i * LANES..][..LANES];
+    // SAFETY: 16 numbers.
+    isa.as_f32(unsafe { isa.load(x.as_ptr().cast()) })
+}
+
+/// Packs a block in groups of `G` columns.
+#[inline(always)]
+fn groups<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], out: &mut [u8]) {
+    let (codes, rest) = out.split_at_mut(BLOCK);
+    let (scales, sums) = rest.split_at_mut(BLOCK / G * 4);
+    for g in 0..BLOCK / G {
+        let (x, codes) = (&x[g * G..][..G], &mut codes[g * G..][..G]);
+        let mut largest = isa.zero();
+        let mut poison = isa.zero();
+        for i in 0..G / LANES {
+            largest = isa.max(isa.abs(load(isa, x, i)), largest);
+            poison = isa.mul_add(load(isa, x, i), isa.zero(), poison);
+        }
+        let amax = isa.largest(largest);
+        let finite = isa.sum(poison) == 0.0;
+        let inverse = 1.0 / amax;
+        let (mut scale, mut total) = (if finite { 0.0 } else { f32::NAN }, 0);
+        if finite && (inverse * TOPS[0]).is_finite() {
+            let mut best = (f32::INFINITY, TOPS[0]);
+            for top in TOPS {
+                let (up, down) = (isa.splat_f32(inverse * top), isa.splat_f32(amax / top));
+                let mut errors = isa.zero();
+                for i in 0..G / LANES {
+                    let rounded = isa.mul(isa.round(isa.mul(load(isa, x, i), up)), down);
+                    let e = isa.sub_f32(load(isa, x, i), rounded);
+                    errors = isa.add_f32(errors, isa.mul(e, e));
+                }
+                let error = isa.sum(errors);
+                if error < best.0 {
+                    best = (error, top);
+                }
+            }
+            let up = isa.splat_f32(inverse * best.1);
+            scale = amax / best.1;
+            for (i, codes) in codes.chunks_exact_mut(LANES).enumerate() {
+                // SAFETY: 16 bytes.
+                total += unsafe { isa.store_i8(codes.as_mut_ptr(), isa.mul(load(isa, x, i), up)) };
+            }
+        } else {
+            codes.fill(0);
+        }
+        scales[g * 4..][..4].copy_from_slice(&scale.to_le_bytes());
+        sums[g * 4..][..4].copy_from_slice(&total.to_le_bytes());
+    }
+}

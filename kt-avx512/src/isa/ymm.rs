@@ -1,0 +1,332 @@
+//! Tiers with 256-bit registers, two of which hold a line.
+
+#![allow(unsafe_code)] // kernel
+
+use std::arch::x86_64::*;
+
+use kt_core::format::fp8::E4M3;
+
+use super::{Isa, largest8, ops, run_with, same_code, store_i8, sum8, token};
+
+token!(
+    /// AVX2, FMA, F16C.
+    Avx2, "avx2"
+);
+token!(
+    /// and VNNI on 256 bits.
+    AvxVnni, "avxvnni"
+);
+
+/// 64 bytes.
+type Int = [__m256i; 2];
+/// 16 F32.
+type Flt = [__m256; 2];
+
+/// The same on both halves.
+macro_rules! halves {
+    ($f:ident($($a:expr),*)) => { [$f($($a[0]),*), $f($($a[1]),*)] };
+}
+
+/// An expression of `h`, the half, for both of them. Not a closure: those are functions without the instructions until inlined.
+macro_rules! each {
+    ($h:ident => $e:expr) => {
+        [
+            {
+                let $h = 0;
+                $e
+            },
+            {
+                let $h = 1;
+                $e
+            },
+        ]
+    };
+}
+
+/// The first `n` of the 8 lanes from `from` on.
+///
+/// # Safety
+/// The CPU has AVX2.
+#[inline(always)]
+unsafe fn first(n: usize, from: usize) -> __m256i {
+    // SAFETY: the instructions by the caller's promise; registers only.
+    unsafe {
+        let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        _mm256_cmpgt_epi32(_mm256_set1_epi32(n.saturating_sub(from).min(8) as i32), lane)
+    }
+}
+
+/// What both tiers have in common.
+macro_rules! common {
+    () => {
+        type Int = Int;
+        type Flt = Flt;
+        type Fp8Table = ();
+        type Pair = [__m256; 2];
+        const LARGE: bool = false;
+        const INPUT_BYTES: usize = 4;
+
+        #[inline(always)]
+        unsafe fn load(self, p: *const u8) -> Int {
+            // SAFETY: readable by the caller's promise; unaligned is fine.
+            unsafe { [_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(32).cast())] }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, p: *mut u8, v: Int) {
+            // SAFETY: writable by the caller's promise; unaligned is fine.
+            unsafe {
+                _mm256_storeu_si256(p.cast(), v[0]);
+                _mm256_storeu_si256(p.add(32).cast(), v[1]);
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_dword(self, p: *const u8) -> Int {
+            // SAFETY: readable by the caller's promise.
+            let v = unsafe { p.cast::<i32>().read_unaligned() };
+            self.splat(v)
+        }
+
+        #[inline(always)]
+        unsafe fn load_f32(self, p: *const u8) -> Flt {
+            // SAFETY: readable by the caller's promise.
+            self.as_f32(unsafe { self.load_dword(p) })
+        }
+
+        #[inline(always)]
+        unsafe fn load_f16(self, p: *const u8) -> Flt {
+            // SAFETY: readable by the caller's promise, and `self` proves F16C.
+            unsafe { [_mm256_cvtph_ps(_mm_loadu_si128(p.cast())), _mm256_cvtph_ps(_mm_loadu_si128(p.add(16).cast()))] }
+        }
+
+        #[inline(always)]
+        unsafe fn load_u8(self, p: *const u8) -> Int {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX2.
+            unsafe {
+                [
+                    _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())),
+                    _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.add(8).cast())),
+                ]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_i16(self, p: *const u8) -> Int {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX2.
+            unsafe {
+                [
+                    _mm256_cvtepi16_epi32(_mm_loadu_si128(p.cast())),
+                    _mm256_cvtepi16_epi32(_mm_loadu_si128(p.add(16).cast())),
+                ]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_e4m3(self, p: *const u8) -> Flt {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX2 and F16C. The sign is copied to bit 15, and once more
+            // to bit 14, where it is masked off.
+            unsafe {
+                let words = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast())));
+                let words = _mm256_and_si256(words, _mm256_set1_epi16(0xbf80_u16 as i16));
+                [_mm256_cvtph_ps(_mm256_castsi256_si128(words)), _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(words))]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_first(self, p: *const f32, n: usize) -> Flt {
+            // SAFETY: lanes beyond `n` are masked off and not touched.
+            unsafe { [_mm256_maskload_ps(p, first(n, 0)), _mm256_maskload_ps(p.wrapping_add(8), first(n, 8))] }
+        }
+
+        #[inline(always)]
+        unsafe fn store_first(self, p: *mut f32, n: usize, v: Flt) {
+            // SAFETY: lanes beyond `n` are masked off and not touched.
+            unsafe {
+                _mm256_maskstore_ps(p, first(n, 0), v[0]);
+                _mm256_maskstore_ps(p.wrapping_add(8), first(n, 8), v[1]);
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_pair(self, p: *const u8) -> [__m256; 2] {
+            // SAFETY: the caller promises 8 bytes, and `self` proves AVX.
+            unsafe { [_mm256_broadcast_ss(&*p.cast()), _mm256_broadcast_ss(&*p.add(4).cast())] }
+        }
+
+        #[inline(always)]
+        unsafe fn store_i8(self, p: *mut u8, v: Flt) -> i32 {
+            // SAFETY: writable by the caller's promise, and `self` proves AVX2.
+            unsafe { store_i8(p, _mm256_cvtps_epi32(v[0]), _mm256_cvtps_epi32(v[1])) }
+        }
+
+        #[inline(always)]
+        fn fp8_table(self) {}
+
+        ops! {
+            fn zero(self) -> Flt { [_mm256_setzero_ps(); 2] }
+            fn splat(self, v: i32) -> Int { [_mm256_set1_epi32(v); 2] }
+            fn as_f32(self, v: Int) -> Flt { halves!(_mm256_castsi256_ps(v)) }
+            fn as_int(self, v: Flt) -> Int { halves!(_mm256_castps_si256(v)) }
+            fn to_f32(self, v: Int) -> Flt { halves!(_mm256_cvtepi32_ps(v)) }
+            fn mul(self, a: Flt, b: Flt) -> Flt { halves!(_mm256_mul_ps(a, b)) }
+            fn mul_add(self, a: Flt, b: Flt, c: Flt) -> Flt { halves!(_mm256_fmadd_ps(a, b, c)) }
+            fn splat_f32(self, v: f32) -> Flt { [_mm256_set1_ps(v); 2] }
+            fn add_f32(self, a: Flt, b: Flt) -> Flt { halves!(_mm256_add_ps(a, b)) }
+            fn sub_f32(self, a: Flt, b: Flt) -> Flt { halves!(_mm256_sub_ps(a, b)) }
+            fn max(self, a: Flt, b: Flt) -> Flt { halves!(_mm256_max_ps(a, b)) }
+            fn abs(self, v: Flt) -> Flt {{
+                let sign = _mm256_set1_ps(-0.0);
+                each!(h => _mm256_andnot_ps(sign, v[h]))
+            }}
+            fn round(self, v: Flt) -> Flt { each!(h => _mm256_round_ps::<0>(v[h])) }
+            fn sum(self, v: Flt) -> f32 { sum8(_mm256_add_ps(v[0], v[1])) }
+            fn largest(self, v: Flt) -> f32 { largest8(_mm256_max_ps(v[0], v[1])) }
+            fn sub(self, a: Int, b: Int) -> Int { halves!(_mm256_sub_epi32(a, b)) }
+            fn and(self, a: Int, b: Int) -> Int { halves!(_mm256_and_si256(a, b)) }
+            fn madd(self, a: Int, b: Int) -> Int { halves!(_mm256_madd_epi16(a, b)) }
+            fn exp2(self, v: Int) -> Flt {{
+                let least = _mm256_set1_epi32(1 << 22);
+                each!(h => _mm256_castsi256_ps(_mm256_max_epi32(_mm256_slli_epi32::<23>(v[h]), least)))
+            }}
+            fn nibbles(self, v: Int) -> [Int; 2] {{
+                let low = _mm256_set1_epi8(15);
+                [
+                    [_mm256_and_si256(v[0], low), _mm256_and_si256(v[1], low)],
+                    [
+                        _mm256_and_si256(_mm256_srli_epi16::<4>(v[0]), low),
+                        _mm256_and_si256(_mm256_srli_epi16::<4>(v[1]), low),
+                    ],
+                ]
+            }}
+            fn lookup(self, table: Int, v: Int) -> Int { halves!(_mm256_shuffle_epi8(table, v)) }
+            fn f16_halves(self, v: Int) -> [Flt; 2] {
+                each!(h => [
+                    _mm256_cvtph_ps(_mm256_castsi256_si128(v[h])),
+                    _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(v[h])),
+                ])
+            }
+            fn dot_bf16(self, acc: Flt, w: Int, x: [__m256; 2]) -> Flt {{
+                let high = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+                each!(h => {
+                    let even = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(w[h]));
+                    let odd = _mm256_castsi256_ps(_mm256_and_si256(w[h], high));
+                    _mm256_fmadd_ps(odd, x[1], _mm256_fmadd_ps(even, x[0], acc[h]))
+                })
+            }}
+            fn fp8_to_bf16(self, _table: (), codes: Int) -> [Int; 2] {{
+                let [a, b] = each!(h => fp8_to_bf16(codes[h]));
+                [[a[0], b[0]], [a[1], b[1]]]
+            }}
+        }
+    };
+}
+
+// SAFETY: `Avx2::new` asks for the features that `run` enables.
+unsafe impl Isa for Avx2 {
+    run_with!("avx2,fma,f16c");
+    same_code!(int8: Avx2, bf16: Avx2, f32: Avx2);
+    common!();
+
+    /// Magnitudes, and the codes for their signs.
+    type Wide = [Int; 2];
+    const WIDE_OFFSET: i32 = 128;
+
+    ops! {
+        // `vpmaddubsw` of magnitudes up to 128 with inputs up to 127 cannot saturate.
+        fn wide(self, w: Int) -> [Int; 2] {{
+            let w = each!(h => _mm256_xor_si256(w[h], _mm256_set1_epi8(-128)));
+            [halves!(_mm256_abs_epi8(w)), w]
+        }}
+        fn dot_wide(self, acc: Int, w: [Int; 2], x: Int) -> Int {
+            each!(h => {
+                let pairs = _mm256_maddubs_epi16(w[0][h], _mm256_sign_epi8(x[h], w[1][h]));
+                _mm256_add_epi32(acc[h], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+            })
+        }
+        fn narrow_begin(self, _sums: Int) -> Int { [_mm256_setzero_si256(); 2] }
+        fn dot_narrow(self, acc: Int, w: Int, x: Int) -> Int {
+            each!(h => _mm256_add_epi16(acc[h], _mm256_maddubs_epi16(w[h], x[h])))
+        }
+        fn narrow_end(self, sums: Int, acc: Int) -> Int {
+            each!(h => _mm256_add_epi32(sums[h], _mm256_madd_epi16(acc[h], _mm256_set1_epi16(1))))
+        }
+    }
+}
+
+// SAFETY: `AvxVnni::new` asks for the features that `run` enables.
+unsafe impl Isa for AvxVnni {
+    run_with!("avx2,fma,f16c,avxvnni");
+    same_code!(int8: AvxVnni, bf16: Avx2, f32: Avx2);
+    common!();
+
+    type Wide = Int;
+    const WIDE_OFFSET: i32 = 0;
+
+    ops! {
+        fn wide(self, w: Int) -> Int { w }
+        fn dot_wide(self, acc: Int, w: Int, x: Int) -> Int { halves!(_mm256_dpbusd_avx_epi32(acc, w, x)) }
+        fn narrow_begin(self, sums: Int) -> Int { sums }
+        fn dot_narrow(self, acc: Int, w: Int, x: Int) -> Int { halves!(_mm256_dpbusd_avx_epi32(acc, w, x)) }
+        fn narrow_end(self, _sums: Int, acc: Int) -> Int { acc }
+    }
+}
+
+/// For the bytes of BF16 numbers, low and high: what a code below 16 adds, by exclusive or, to what would come out if there were no
+/// subnormal codes.
+static SMALL: [[u8; 16]; 2] = {
+    let mut t = [[0; 16]; 2];
+    let mut i = 0;
+    while i < 16 {
+        let exact = (E4M3[i].to_bits() >> 16) as u16;
+        t[0][i] = exact as u8 ^ ((i as u8) << 4);
+        t[1][i] = (exact >> 8) as u8 ^ 0x3c;
+        i += 1;
+    }
+    t
+};
+
+/// High bytes of BF16 numbers by the high nibble of a code: the sign, and the upper three exponent bits moved to the bias of BF16.
+static HIGH: [u8; 16] = {
+    let mut t = [0; 16];
+    let mut i = 0;
+    while i < 16 {
+        t[i] = (i as u8 & 8) << 4 | (0x3c + (i as u8 & 7));
+        i += 1;
+    }
+    t
+};
+
+/// A table of 16 bytes in both lanes.
+///
+/// # Safety
+/// The CPU has AVX2.
+#[inline(always)]
+unsafe fn table(bytes: &[u8; 16]) -> __m256i {
+    // SAFETY: 16 bytes, and the instructions by the caller's promise.
+    unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes.as_ptr().cast())) }
+}
+
+/// 32 E4M3 codes as BF16, exactly; NaN codes give NaN. In each 128-bit lane the first 8 codes go to the first result, the others to
+/// the second.
+///
+/// # Safety
+/// The CPU has AVX2.
+#[inline(always)]
+unsafe fn fp8_to_bf16(codes: __m256i) -> [__m256i; 2] {
+    // SAFETY: the instructions by the caller's promise; registers and the tables above only.
+    unsafe {
+        let magnitude = _mm256_and_si256(codes, _mm256_set1_epi8(0x7f));
+        // A lookup gives 0 where bit 7 of the index is set: here, for all codes from 16 up.
+        let small = _mm256_add_epi8(magnitude, _mm256_set1_epi8(0x70));
+        let low = _mm256_and_si256(_mm256_slli_epi16::<4>(codes), _mm256_set1_epi8(0xf0_u8 as i8));
+        let low = _mm256_xor_si256(low, _mm256_shuffle_epi8(table(&SMALL[0]), small));
+        let top = _mm256_and_si256(_mm256_srli_epi16::<4>(codes), _mm256_set1_epi8(0x0f));
+        let high =
+            _mm256_xor_si256(_mm256_shuffle_epi8(table(&HIGH), top), _mm256_shuffle_epi8(table(&SMALL[1]), small));
+        // The mantissa of a NaN code is not zero, so that all ones in sign and exponent suffice.
+        let nan = _mm256_cmpeq_epi8(magnitude, _mm256_set1_epi8(0x7f));
+        let high = _mm256_or_si256(high, nan);
+        [_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)]
+    }
+}

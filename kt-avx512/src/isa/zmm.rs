@@ -1,0 +1,344 @@
+//! Tiers with 512-bit registers.
+
+#![allow(unsafe_code)] // kernel
+
+use std::arch::x86_64::*;
+
+use kt_core::format::fp8::E4M3;
+
+use super::{Isa, largest8, ops, run_with, same_code, store_i8, sum8, token};
+
+token!(
+    /// AVX-512 F, BW, VL, DQ.
+    Plain, "avx512"
+);
+token!(
+    /// and VNNI.
+    Vnni, "avx512vnni"
+);
+token!(
+    /// and BF16 and VBMI.
+    Bf16, "avx512bf16"
+);
+
+/// The first `n` of 16 lanes.
+#[inline(always)]
+fn first(n: usize) -> u16 {
+    if n >= 16 { 0xffff } else { (1 << n) - 1 }
+}
+
+/// What all tiers have in common.
+macro_rules! common {
+    () => {
+        type Int = __m512i;
+        type Flt = __m512;
+        type Fp8Table = [__m512i; 4];
+        const LARGE: bool = true;
+
+        #[inline(always)]
+        unsafe fn load(self, p: *const u8) -> __m512i {
+            // SAFETY: readable by the caller's promise; unaligned is fine.
+            unsafe { _mm512_loadu_si512(p.cast()) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, p: *mut u8, v: __m512i) {
+            // SAFETY: writable by the caller's promise; unaligned is fine.
+            unsafe { _mm512_storeu_si512(p.cast(), v) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_dword(self, p: *const u8) -> __m512i {
+            // SAFETY: readable by the caller's promise.
+            let v = unsafe { p.cast::<i32>().read_unaligned() };
+            self.splat(v)
+        }
+
+        #[inline(always)]
+        unsafe fn load_f32(self, p: *const u8) -> __m512 {
+            // SAFETY: readable by the caller's promise.
+            self.as_f32(unsafe { self.load_dword(p) })
+        }
+
+        #[inline(always)]
+        unsafe fn load_f16(self, p: *const u8) -> __m512 {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX-512 F.
+            unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_u8(self, p: *const u8) -> __m512i {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX-512 F.
+            unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_i16(self, p: *const u8) -> __m512i {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX-512 F.
+            unsafe { _mm512_cvtepi16_epi32(_mm256_loadu_si256(p.cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_e4m3(self, p: *const u8) -> __m512 {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX-512 F and AVX2. The sign is copied to bit 15, and once
+            // more to bit 14, where it is masked off.
+            unsafe {
+                let words = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast())));
+                _mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16(0xbf80_u16 as i16)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_first(self, p: *const f32, n: usize) -> __m512 {
+            // SAFETY: lanes beyond `n` are masked off and not touched.
+            unsafe { _mm512_maskz_loadu_ps(first(n), p) }
+        }
+
+        #[inline(always)]
+        unsafe fn store_first(self, p: *mut f32, n: usize, v: __m512) {
+            // SAFETY: lanes beyond `n` are masked off and not touched.
+            unsafe { _mm512_mask_storeu_ps(p, first(n), v) }
+        }
+
+        #[inline(always)]
+        unsafe fn store_i8(self, p: *mut u8, v: __m512) -> i32 {
+            // SAFETY: writable by the caller's promise, and `self` proves AVX-512 F and AVX2.
+            unsafe {
+                let v = _mm512_cvtps_epi32(v);
+                store_i8(p, _mm512_castsi512_si256(v), _mm512_extracti64x4_epi64::<1>(v))
+            }
+        }
+
+        ops! {
+            fn zero(self) -> __m512 { _mm512_setzero_ps() }
+            fn splat(self, v: i32) -> __m512i { _mm512_set1_epi32(v) }
+            fn as_f32(self, v: __m512i) -> __m512 { _mm512_castsi512_ps(v) }
+            fn as_int(self, v: __m512) -> __m512i { _mm512_castps_si512(v) }
+            fn to_f32(self, v: __m512i) -> __m512 { _mm512_cvtepi32_ps(v) }
+            fn mul(self, a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
+            fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
+            fn splat_f32(self, v: f32) -> __m512 { _mm512_set1_ps(v) }
+            fn add_f32(self, a: __m512, b: __m512) -> __m512 { _mm512_add_ps(a, b) }
+            fn sub_f32(self, a: __m512, b: __m512) -> __m512 { _mm512_sub_ps(a, b) }
+            fn max(self, a: __m512, b: __m512) -> __m512 { _mm512_max_ps(a, b) }
+            fn abs(self, v: __m512) -> __m512 { _mm512_abs_ps(v) }
+            fn round(self, v: __m512) -> __m512 { _mm512_roundscale_ps::<0>(v) }
+            fn sum(self, v: __m512) -> f32 {
+                sum8(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v)))
+            }
+            fn largest(self, v: __m512) -> f32 {
+                largest8(_mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v)))
+            }
+            fn sub(self, a: __m512i, b: __m512i) -> __m512i { _mm512_sub_epi32(a, b) }
+            fn and(self, a: __m512i, b: __m512i) -> __m512i { _mm512_and_si512(a, b) }
+            fn madd(self, a: __m512i, b: __m512i) -> __m512i { _mm512_madd_epi16(a, b) }
+            fn exp2(self, v: __m512i) -> __m512 {
+                _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32::<23>(v), _mm512_set1_epi32(1 << 22)))
+            }
+            fn nibbles(self, v: __m512i) -> [__m512i; 2] {{
+                let low = _mm512_set1_epi8(15);
+                [_mm512_and_si512(v, low), _mm512_and_si512(_mm512_srli_epi16::<4>(v), low)]
+            }}
+            fn lookup(self, table: __m512i, v: __m512i) -> __m512i { _mm512_shuffle_epi8(table, v) }
+            fn f16_halves(self, v: __m512i) -> [__m512; 2] {
+                [
+                    _mm512_cvtph_ps(_mm512_castsi512_si256(v)),
+                    _mm512_cvtph_ps(_mm512_extracti64x4_epi64::<1>(v)),
+                ]
+            }
+        }
+    };
+}
+
+/// Int8 products without VNNI.
+macro_rules! bytes_by_maddubs {
+    () => {
+        type Wide = (__m512i, __mmask64);
+        const WIDE_OFFSET: i32 = 128;
+
+        ops! {
+            // Magnitudes and signs: `vpmaddubsw` of magnitudes up to 128 with inputs up to 127 cannot saturate.
+            fn wide(self, w: __m512i) -> (__m512i, __mmask64) {{
+                let w = _mm512_xor_si512(w, _mm512_set1_epi8(-128));
+                (_mm512_abs_epi8(w), _mm512_movepi8_mask(w))
+            }}
+            fn dot_wide(self, acc: __m512i, w: (__m512i, __mmask64), x: __m512i) -> __m512i {{
+                let x = _mm512_mask_sub_epi8(x, w.1, _mm512_setzero_si512(), x);
+                let pairs = _mm512_maddubs_epi16(w.0, x);
+                _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))
+            }}
+            fn narrow_begin(self, _sums: __m512i) -> __m512i { _mm512_setzero_si512() }
+            fn dot_narrow(self, acc: __m512i, w: __m512i, x: __m512i) -> __m512i {
+                _mm512_add_epi16(acc, _mm512_maddubs_epi16(w, x))
+            }
+            fn narrow_end(self, sums: __m512i, acc: __m512i) -> __m512i {
+                _mm512_add_epi32(sums, _mm512_madd_epi16(acc, _mm512_set1_epi16(1)))
+            }
+        }
+    };
+}
+
+/// Int8 products by VNNI.
+macro_rules! bytes_by_vnni {
+    () => {
+        type Wide = __m512i;
+        const WIDE_OFFSET: i32 = 0;
+
+        ops! {
+            fn wide(self, w: __m512i) -> __m512i { w }
+            fn dot_wide(self, acc: __m512i, w: __m512i, x: __m512i) -> __m512i { _mm512_dpbusd_epi32(acc, w, x) }
+            fn narrow_begin(self, sums: __m512i) -> __m512i { sums }
+            fn dot_narrow(self, acc: __m512i, w: __m512i, x: __m512i) -> __m512i { _mm512_dpbusd_epi32(acc, w, x) }
+            fn narrow_end(self, _sums: __m512i, acc: __m512i) -> __m512i { acc }
+        }
+    };
+}
+
+/// The bf16 path without BF16 instructions: F32 inputs, weights widened, multiplied exactly but for the rounding of each sum.
+macro_rules! widened_bf16 {
+    () => {
+        type Pair = [__m512; 2];
+        const INPUT_BYTES: usize = 4;
+
+        #[inline(always)]
+        unsafe fn load_pair(self, p: *const u8) -> [__m512; 2] {
+            // SAFETY: the caller promises 8 bytes.
+            let first = unsafe { self.load_f32(p) };
+            // SAFETY: as above.
+            let second = unsafe { self.load_f32(p.add(4)) };
+            [first, second]
+        }
+
+        ops! {
+            fn dot_bf16(self, acc: __m512, w: __m512i, x: [__m512; 2]) -> __m512 {{
+                let even = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(w));
+                let odd = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(0xffff_0000_u32 as i32)));
+                _mm512_fmadd_ps(odd, x[1], _mm512_fmadd_ps(even, x[0], acc))
+            }}
+            fn fp8_to_bf16(self, table: [__m512i; 4], codes: __m512i) -> [__m512i; 2] {{
+                let zero = _mm512_setzero_si512();
+                let [low, high] = [_mm512_unpacklo_epi8(codes, zero), _mm512_unpackhi_epi8(codes, zero)];
+                [fp8_words(table, low), fp8_words(table, high)]
+            }}
+        }
+
+        #[inline(always)]
+        fn fp8_table(self) -> [__m512i; 4] {
+            let [a, b, c, d] = &FP8_WORDS;
+            // SAFETY: each table is 64 bytes long.
+            unsafe {
+                [
+                    self.load(a.as_ptr().cast()),
+                    self.load(b.as_ptr().cast()),
+                    self.load(c.as_ptr().cast()),
+                    self.load(d.as_ptr().cast()),
+                ]
+            }
+        }
+    };
+}
+
+// SAFETY: `Plain::new` asks for the features that `run` enables.
+unsafe impl Isa for Plain {
+    run_with!("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c");
+    same_code!(int8: Plain, bf16: Plain, f32: Plain);
+    common!();
+    bytes_by_maddubs!();
+    widened_bf16!();
+}
+
+// SAFETY: `Vnni::new` asks for the features that `run` enables.
+unsafe impl Isa for Vnni {
+    run_with!("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,avx512vnni");
+    same_code!(int8: Vnni, bf16: Plain, f32: Plain);
+    common!();
+    bytes_by_vnni!();
+    widened_bf16!();
+}
+
+// SAFETY: `Bf16::new` asks for the features that `run` enables.
+unsafe impl Isa for Bf16 {
+    run_with!("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,avx512vnni,avx512bf16,avx512vbmi");
+    same_code!(int8: Vnni, bf16: Bf16, f32: Plain);
+    common!();
+    bytes_by_vnni!();
+
+    type Pair = __m512i;
+    const INPUT_BYTES: usize = 2;
+
+    #[inline(always)]
+    unsafe fn load_pair(self, p: *const u8) -> __m512i {
+        // SAFETY: the caller promises 4 bytes.
+        unsafe { self.load_dword(p) }
+    }
+
+    #[inline(always)]
+    fn fp8_table(self) -> [__m512i; 4] {
+        let [a, b, c, d] = &FP8_BYTES;
+        // SAFETY: each table is 64 bytes long.
+        unsafe { [self.load(a.as_ptr()), self.load(b.as_ptr()), self.load(c.as_ptr()), self.load(d.as_ptr())] }
+    }
+
+    ops! {
+        // The vector types differ in name only.
+        fn dot_bf16(self, acc: __m512, w: __m512i, x: __m512i) -> __m512 {
+            _mm512_dpbf16_ps(
+                acc,
+                std::mem::transmute::<__m512i, __m512bh>(w),
+                std::mem::transmute::<__m512i, __m512bh>(x),
+            )
+        }
+        // An index has 7 bits: the whole table. Bit 7, the sign, is or-ed into the high byte: 0xf8 = a | (b & c).
+        fn fp8_to_bf16(self, table: [__m512i; 4], codes: __m512i) -> [__m512i; 2] {{
+            let low = _mm512_permutex2var_epi8(table[0], codes, table[1]);
+            let high = _mm512_permutex2var_epi8(table[2], codes, table[3]);
+            let high = _mm512_ternarylogic_epi32::<0xf8>(high, codes, _mm512_set1_epi8(-128));
+            [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
+        }}
+    }
+}
+
+/// 32 E4M3 codes, widened to words, as BF16.
+///
+/// # Safety
+/// The CPU has AVX-512 F and BW.
+#[inline(always)]
+unsafe fn fp8_words(table: [__m512i; 4], c: __m512i) -> __m512i {
+    // SAFETY: the instructions by the caller's promise; registers only.
+    unsafe {
+        // An index has 6 bits; bit 6 of the code picks the half of the table, bit 7 is the sign.
+        let low = _mm512_permutex2var_epi16(table[0], c, table[1]);
+        let high = _mm512_permutex2var_epi16(table[2], c, table[3]);
+        let magnitude = _mm512_mask_mov_epi16(low, _mm512_test_epi16_mask(c, _mm512_set1_epi16(64)), high);
+        let sign = _mm512_slli_epi16::<8>(_mm512_and_si512(c, _mm512_set1_epi16(128)));
+        _mm512_or_si512(magnitude, sign)
+    }
+}
+
+/// BF16 bits of the non-negative E4M3 codes; each is exact, subnormal codes being normal BF16 numbers.
+const fn fp8_magnitude(code: usize) -> u16 {
+    (E4M3[code].to_bits() >> 16) as u16
+}
+
+/// [`fp8_magnitude`] in four registers of words.
+static FP8_WORDS: [[u16; 32]; 4] = {
+    let mut t = [[0; 32]; 4];
+    let mut i = 0;
+    while i < 128 {
+        t[i / 32][i % 32] = fp8_magnitude(i);
+        i += 1;
+    }
+    t
+};
+
+/// [`fp8_magnitude`] in registers of bytes: two of low bytes, two of high bytes.
+static FP8_BYTES: [[u8; 64]; 4] = {
+    let mut t = [[0; 64]; 4];
+    let mut i = 0;
+    while i < 128 {
+        t[i / 64][i % 64] = fp8_magnitude(i) as u8;
+        t[2 + i / 64][i % 64] = (fp8_magnitude(i) >> 8) as u8;
+        i += 1;
+    }
+    t
+};
