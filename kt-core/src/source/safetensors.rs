@@ -1,10 +1,11 @@
 //! Hugging Face directories: `config.json` and safetensors shards.
 //!
 //! The `safetensors` crate reads and checks each file's header; the shard index, the names and the formats are read here. What a
-//! linear layer's format is, is told by the tensors that stand next to each other, not by the config.
+//! linear layer's format is, is told by the tensors that stand next to each other; of GPTQ and AWQ, the config must tell some things.
 
 mod linear;
 mod shards;
+mod transposed;
 
 use std::path::{Path, PathBuf};
 
@@ -17,8 +18,9 @@ use crate::error::{Error, Result};
 use crate::format::{Format, Matrix};
 use crate::layer::{LayerSpec, Proj};
 use crate::routing::Routing;
-use linear::{linear, mxfp4, plain, plain_format};
+use linear::{Linear, linear, mxfp4, plain, plain_format};
 use shards::{Files, Shards, Tensor};
+use transposed::Quantization;
 
 /// No dimension of a model is larger: keeps products of two of them far from overflowing.
 const MOST: usize = 1 << 24;
@@ -27,6 +29,7 @@ const MOST: usize = 1 << 24;
 pub struct SafetensorsSource {
     shards: Shards,
     config: Metadata,
+    quantization: Quantization,
     family: &'static Family,
     prefix: &'static str,
     /// Number of layers; those beyond are for multi-token prediction.
@@ -72,8 +75,17 @@ impl SafetensorsSource {
         check_blocks(&config, text, &file)?;
         let prefix = family.prefix(shards.tensors().keys().map(String::as_str));
         let blocks = config_count(text, &file, &["num_hidden_layers"])?;
-        let mut source =
-            SafetensorsSource { shards, config: metadata, family, prefix, blocks, routing: None, layers: Vec::new() };
+        let quantization = Quantization::read(&config, text, &file)?;
+        let mut source = SafetensorsSource {
+            shards,
+            config: metadata,
+            quantization,
+            family,
+            prefix,
+            blocks,
+            routing: None,
+            layers: Vec::new(),
+        };
         source.layers = source.read_layers(text, &file)?;
         if let Some(layer) = source.layers.first() {
             source.routing = family.routing(text, layer.top_k);
@@ -126,23 +138,31 @@ impl SafetensorsSource {
         Ok(layers)
     }
 
+    /// A linear layer, of the shape that the config gives it.
+    fn linear(&self, base: &str, shape: Option<(usize, usize)>) -> Result<Linear<'_>> {
+        let found = linear(&self.shards, &self.quantization, base, shape.map(|s| s.1))?;
+        match shape {
+            Some((rows, cols)) if (found.rows, found.cols) != (rows, cols) => {
+                let what = format!("is [{}, {}], but by the config it is [{rows}, {cols}]", found.rows, found.cols);
+                Err(self.shards.fail(found.name, what))
+            }
+            _ => Ok(found),
+        }
+    }
+
     /// The format that a projection of every expert of a layer has.
     fn common_format(&self, spec: &LayerSpec, proj: Proj) -> Result<Format> {
         let (rows, cols) = spec.shape(proj);
         let mut common = None;
         for expert in 0..spec.experts {
-            let (name, m) = linear(&self.shards, &self.base(spec.index, expert, proj), Some(cols))?;
-            if (m.rows(), m.cols()) != (rows, cols) {
-                let what = format!("is [{}, {}], but by the config it is [{rows}, {cols}]", m.rows(), m.cols());
-                return Err(self.shards.fail(name, what));
-            }
-            let first = *common.get_or_insert(m.format());
-            if m.format() != first {
+            let found = self.linear(&self.base(spec.index, expert, proj), Some((rows, cols)))?;
+            let first = *common.get_or_insert(found.format);
+            if found.format != first {
                 let what = format!(
                     "is {}, but expert 0 of this layer is {first}; one format per layer is supported",
-                    m.format()
+                    found.format
                 );
-                return Err(self.shards.fail(name, what));
+                return Err(self.shards.fail(found.name, what));
             }
         }
         common.ok_or_else(|| Error::file(self.shards.path(), "a layer without experts"))
@@ -291,12 +311,7 @@ impl WeightSource for SafetensorsSource {
         let spec = self.spec(layer, expert)?;
         let (rows, cols) = spec.shape(proj);
         let Some((name, _)) = self.packed(layer, proj) else {
-            let (name, m) = linear(&self.shards, &self.base(layer, expert, proj), None)?;
-            if (m.rows(), m.cols()) != (rows, cols) {
-                let what = format!("holds [{}, {}], but by the config it is [{rows}, {cols}]", m.rows(), m.cols());
-                return Err(self.shards.fail(name, what));
-            }
-            return Ok(m);
+            return self.linear(&self.base(layer, expert, proj), Some((rows, cols)))?.matrix(&self.shards);
         };
         let alternating = matches!(self.family.experts, ExpertNames::Alternating(_));
         let (tall, first, step) = match (proj, alternating) {
@@ -329,8 +344,9 @@ impl WeightSource for SafetensorsSource {
             Some((name, _)) => (name.to_owned(), format!("{name}[{expert}]")),
             None => {
                 let base = self.base(layer, expert, proj);
-                let packed = format!("{base}.weight_packed");
-                let name = if self.shards.get(&packed).is_some() { packed } else { format!("{base}.weight") };
+                let held = |name: &String| self.shards.get(name).is_some();
+                let codes = ["weight_packed", "qweight"].map(|suffix| format!("{base}.{suffix}"));
+                let name = codes.into_iter().find(held).unwrap_or_else(|| format!("{base}.weight"));
                 (name.clone(), name)
             }
         };
@@ -355,7 +371,7 @@ impl WeightSource for SafetensorsSource {
     fn release_tensor(&self, name: &str) {
         self.shards.release(name, 0, 1);
         if let Some(base) = name.strip_suffix(".weight") {
-            for suffix in ["weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "scale"] {
+            for suffix in linear::COMPANIONS {
                 self.shards.release(&format!("{base}.{suffix}"), 0, 1);
             }
         }
@@ -375,7 +391,7 @@ impl WeightSource for SafetensorsSource {
 
     fn tensor(&self, name: &str) -> Result<Matrix> {
         match name.strip_suffix(".weight") {
-            Some(base) => Ok(linear(&self.shards, base, None)?.1),
+            Some(base) => self.linear(base, None)?.matrix(&self.shards),
             None => plain(&self.shards, name),
         }
     }
