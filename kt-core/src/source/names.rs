@@ -358,7 +358,7 @@ impl Family {
 #[derive(Debug, Clone, Copy)]
 pub struct Names {
     family: &'static Family,
-    /// `None` in GGUF files.
+    /// `None` where tensors are called as in GGUF files.
     prefix: Option<&'static str>,
 }
 
@@ -367,7 +367,12 @@ impl Names {
     pub fn of(source: &dyn WeightSource) -> Option<Names> {
         let family = by_metadata(source.metadata())?;
         let prefix = match source.metadata() {
-            Metadata::HuggingFace(_) => Some(family.prefix(source.tensors().iter().map(String::as_str))),
+            Metadata::HuggingFace(_) => {
+                let tensors = source.tensors();
+                // kt-kernel's converter renames tensors as GGUF does.
+                let renamed = tensors.iter().any(|n| n.starts_with("blk."));
+                (!renamed).then(|| family.prefix(tensors.iter().map(String::as_str)))
+            }
             Metadata::Gguf(_) => None,
         };
         Some(Names { family, prefix })

@@ -26,7 +26,7 @@ use crate::error::{Error, Result};
 use crate::format::{Format, Group, Matrix, ScaleType};
 
 /// What a checkpoint's `quantization_config` says of GPTQ or AWQ.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Quantization {
     method: Option<Method>,
     /// `None` also where modules differ: then tensors alone tell.
@@ -47,10 +47,8 @@ enum Method {
 }
 
 impl Quantization {
-    /// Reads `config.json`, whose path is `file`. Other methods than GPTQ and AWQ say nothing here.
-    pub fn read(config: &Value, text: &Value, file: &Path) -> Result<Self> {
-        let section = [config, text].into_iter().find_map(|c| c.get("quantization_config").filter(|q| q.is_object()));
-        let q = section.unwrap_or(&Value::Null);
+    /// Reads a `quantization_config` of the `config.json` that `file` is. Other methods than GPTQ and AWQ say nothing here.
+    pub fn read(q: &Value, file: &Path) -> Result<Self> {
         let fail = |key: &str, what: String| Err(Error::tensor(file, format!("quantization_config.{key}"), what));
         let word = |key: &str| q.get(key).and_then(Value::as_str).unwrap_or("");
         let flag = |key: &str| q.get(key).and_then(Value::as_bool);
