@@ -461,6 +461,42 @@ fn a_layer_of_gpt_oss_runs_on_the_portable_kernel() {
 }
 
 #[test]
+fn gpt_oss_that_is_not_quantized_has_its_inputs_first() {
+    let random = |name: &str, shape: &[usize]| {
+        let mut t = tensor(format!("model.layers.0.mlp.experts.{name}"), "BF16", shape);
+        let values = (0..t.bytes.len() / 2).map(|i| half::bf16::from_f32((i * 37 % 251) as f32 / 64.0 - 2.0));
+        t.bytes = values.flat_map(|v| v.to_le_bytes()).collect();
+        t
+    };
+    let tensors = [
+        random("gate_up_proj", &[EXPERTS, HIDDEN, 2 * INTERMEDIATE]),
+        random("gate_up_proj_bias", &[EXPERTS, 2 * INTERMEDIATE]),
+        random("down_proj", &[EXPERTS, INTERMEDIATE, HIDDEN]),
+        random("down_proj_bias", &[EXPERTS, HIDDEN]),
+    ];
+    let source = from_tensors(&config_of("gpt_oss"), &tensors).unwrap();
+    assert_eq!((source.layers()[0].formats, source.layers()[0].biases), ([Format::Bf16; 3], true));
+    let value = |t: &Tensor, at: usize| half::bf16::from_le_bytes([t.bytes[2 * at], t.bytes[2 * at + 1]]).to_f32();
+    for (e, proj) in (0..EXPERTS).flat_map(|e| Proj::ALL.map(|p| (e, p))) {
+        let (m, [rows, cols]) = (source.matrix(0, e, proj).unwrap(), shape(proj));
+        let (t, wide, first, step) = match proj {
+            Proj::Gate => (&tensors[0], 2 * rows, 0, 2),
+            Proj::Up => (&tensors[0], 2 * rows, 1, 2),
+            Proj::Down => (&tensors[2], rows, 0, 1),
+        };
+        let values = m.decode();
+        for (n, k) in (0..rows).flat_map(|n| (0..cols).map(move |k| (n, k))) {
+            assert_eq!(values[n * cols + k], value(t, (e * cols + k) * wide + first + step * n), "{proj:?} [{n}, {k}]");
+        }
+        assert_eq!(m.byte_len(), Format::Bf16.stored_bytes(rows, cols));
+        let bias = source.bias(0, e, proj).unwrap().unwrap();
+        let t = if proj == Proj::Down { &tensors[3] } else { &tensors[1] };
+        assert_eq!(bias[3], value(t, e * wide + first + step * 3));
+        source.release(0, e);
+    }
+}
+
+#[test]
 fn tensors_of_gpt_oss_that_do_not_fit_are_named() {
     let name = |suffix: &str| format!("model.layers.0.mlp.experts.{suffix}");
     let open = |tensors: Vec<Tensor>| from_tensors(&config_of("gpt_oss"), &tensors);
@@ -472,8 +508,10 @@ fn tensors_of_gpt_oss_that_do_not_fit_are_named() {
     {
         refused(open(without(gpt_oss(), &name(suffix))), &["model.safetensors", &name(suffix), "missing"]);
     }
-    let plain = changed(gpt_oss(), &name("down_proj_blocks"), |t| *t = tensor(name("down_proj"), "BF16", &[2, 64, 32]));
-    refused(open(plain), &["model.safetensors", &name("down_proj"), "MXFP4", "not supported yet"]);
+    for (dtype, shape, want) in [("BF16", [2, 32, 64], "[2, 64, 32]"), ("F8_E4M3", [2, 64, 32], "F8_E4M3")] {
+        let plain = changed(gpt_oss(), &name("down_proj_blocks"), |t| *t = tensor(name("down_proj"), dtype, &shape));
+        refused(open(plain), &["model.safetensors", &name("down_proj"), want]);
+    }
     for (suffix, dtype, shape, want) in [
         ("gate_up_proj_blocks", "U8", &[2, 64, 2, 16][..], "fit"),
         ("gate_up_proj_blocks", "U8", &[2, 128, 16], "dimensions"),

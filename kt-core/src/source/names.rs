@@ -21,7 +21,8 @@ pub enum ExpertNames {
     /// `[experts, hidden, intermediate]`. Where they are absent, names as in `Each` are used (FP8 variants have those).
     Packed(&'static str, [&'static str; 3]),
     /// As `Packed`, but the rows of gate and up alternate, there are biases (`gate_up_proj_bias`, `down_proj_bias`), and weights are
-    /// MXFP4: `gate_up_proj_blocks` and `gate_up_proj_scales`, ….
+    /// MXFP4 (`gate_up_proj_blocks` and `gate_up_proj_scales`, …), or floats with inputs first (`gate_up_proj`:
+    /// `[experts, hidden, 2 * intermediate]`).
     Alternating(&'static str),
 }
 

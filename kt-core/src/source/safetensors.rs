@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::format::{Format, Matrix};
 use crate::layer::{LayerSpec, Proj};
 use crate::routing::Routing;
-use linear::{Linear, linear, mxfp4, plain, plain_format};
+use linear::{Linear, inputs_first, linear, mxfp4, plain, plain_format};
 use shards::{Files, Shards, Tensor};
 use transposed::Quantization;
 
@@ -122,7 +122,7 @@ impl SafetensorsSource {
     fn packed_format(&self, (name, t): (&str, &Tensor), spec: &LayerSpec, proj: Proj) -> Result<Format> {
         let (rows, cols) = spec.shape(proj);
         let tall = if proj == Proj::Down { rows } else { 2 * rows };
-        if let ExpertNames::Alternating(_) = self.model.family.experts {
+        if name.ends_with("_blocks") {
             let all = self.all_experts(name)?;
             if t.shape[..2] != [spec.experts, tall] || all.cols() != cols {
                 let (shape, wide) = (&t.shape[..2], all.cols());
@@ -132,8 +132,10 @@ impl SafetensorsSource {
             }
             return Ok(all.format());
         }
-        if t.shape != [spec.experts, tall, cols] {
-            let what = format!("has shape {:?}, but by the config it is [{}, {tall}, {cols}]", t.shape, spec.experts);
+        let inputs_first = self.alternates();
+        let due = if inputs_first { [spec.experts, cols, tall] } else { [spec.experts, tall, cols] };
+        if t.shape != due {
+            let what = format!("has shape {:?}, but by the config it is {due:?}", t.shape);
             return Err(self.shards.fail(name, what));
         }
         plain_format(t.dtype).ok_or_else(|| {
@@ -141,19 +143,21 @@ impl SafetensorsSource {
         })
     }
 
-    /// The layouts of gpt-oss: MXFP4 tensors that must be there, and biases.
+    /// Whether the rows of gate and up alternate, as in gpt-oss; what is not in MXFP4 has inputs first then.
+    fn alternates(&self) -> bool {
+        matches!(self.model.family.experts, ExpertNames::Alternating(_))
+    }
+
+    /// The layouts of gpt-oss: tensors of all experts that must be there, and biases.
     fn check_alternating(&self, spec: &mut LayerSpec) -> Result<()> {
         let ExpertNames::Alternating(stem) = self.model.family.experts else { return Ok(()) };
         for proj in [Proj::Gate, Proj::Down] {
-            let name = format!("{}{}.{stem}.{}", self.prefix, spec.index, fused(proj));
-            let blocks = format!("{name}_blocks");
-            if self.shards.get(&blocks).is_some() {
-                continue;
+            if self.packed(spec.index, proj).is_none() {
+                let name = format!("{}{}.{stem}.{}_blocks", self.prefix, spec.index, fused(proj));
+                return Err(self
+                    .shards
+                    .fail(&name, "missing from the checkpoint, and so is the same without `_blocks`"));
             }
-            return Err(match self.shards.get(&name) {
-                Some(_) => self.shards.fail(&name, "experts of gpt-oss that are not in MXFP4 are not supported yet"),
-                None => self.shards.fail(&blocks, "missing from the checkpoint"),
-            });
         }
         for proj in [Proj::Gate, Proj::Down] {
             let (name, bias) = self.biases(spec.index, proj)?;
@@ -177,12 +181,14 @@ impl SafetensorsSource {
 
     /// The tensor that holds a projection of all experts of a layer, where there is one.
     fn packed(&self, layer: usize, proj: Proj) -> Option<(&str, &Tensor)> {
-        let (stem, suffix) = match self.model.family.experts {
-            ExpertNames::Packed(stem, _) => (stem, ""),
-            ExpertNames::Alternating(stem) => (stem, "_blocks"),
-            ExpertNames::Each(..) => return None,
+        let named = |stem: &str, suffix: &str| {
+            self.shards.get(&format!("{}{layer}.{stem}.{}{suffix}", self.prefix, fused(proj)))
         };
-        self.shards.get(&format!("{}{layer}.{stem}.{}{suffix}", self.prefix, fused(proj)))
+        match self.model.family.experts {
+            ExpertNames::Packed(stem, _) => named(stem, ""),
+            ExpertNames::Alternating(stem) => named(stem, "_blocks").or_else(|| named(stem, "")),
+            ExpertNames::Each(..) => None,
+        }
     }
 
     /// What [`packed`](Self::packed) names, as one matrix of all experts.
@@ -246,17 +252,19 @@ impl WeightSource for SafetensorsSource {
     fn matrix(&self, layer: usize, expert: usize, proj: Proj) -> Result<Matrix> {
         let spec = self.model.layer(layer, expert, self.path())?;
         let (rows, cols) = spec.shape(proj);
-        let Some((name, _)) = self.packed(layer, proj) else {
+        let Some((name, t)) = self.packed(layer, proj) else {
             return self.linear(&self.base(layer, expert, proj), Some((rows, cols)))?.matrix(&self.shards);
         };
-        let alternating = matches!(self.model.family.experts, ExpertNames::Alternating(_));
-        let (tall, first, step) = match (proj, alternating) {
+        let (tall, first, step) = match (proj, self.alternates()) {
             (Proj::Gate, false) => (2 * rows, 0, 1),
             (Proj::Up, false) => (2 * rows, rows, 1),
             (Proj::Gate, true) => (2 * rows, 0, 2),
             (Proj::Up, true) => (2 * rows, 1, 2),
             (Proj::Down, _) => (rows, 0, 1),
         };
+        if self.alternates() && !name.ends_with("_blocks") {
+            return inputs_first(&self.shards, (name, t), expert, (tall, cols), (first, step, rows));
+        }
         let all = self.all_experts(name)?;
         all.select_rows(expert * tall + first, step, rows).map_err(|e| self.shards.fail(name, e))
     }

@@ -25,7 +25,7 @@ use bytes::Bytes;
 use safetensors::Dtype;
 
 use super::shards::{Shards, Tensor};
-use super::transposed::{self, Quantization, Transposed};
+use super::transposed::{self, Quantization, Transposed, columns_to_rows};
 use crate::error::Result;
 use crate::format::float::f32_at;
 use crate::format::{Format, Global, Group, Matrix, ScaleType, fp8, mx};
@@ -440,6 +440,28 @@ fn matrix(
         Some(scales) => Some((shards.bytes(scales.1), scale_type(shards, scales)?)),
     };
     Matrix::new(format, rows, cols, codes, scales).map_err(|e| shards.fail(name, e))
+}
+
+/// Outputs `first`, `first + step`, … (`count` of them) of an expert, out of a floating-point tensor `[experts, cols, tall]`.
+pub fn inputs_first(
+    shards: &Shards,
+    (name, t): Named<'_>,
+    expert: usize,
+    (tall, cols): (usize, usize),
+    outputs: (usize, usize, usize),
+) -> Result<Matrix> {
+    let Some(format) = plain_format(t.dtype) else {
+        return Err(shards.fail(name, format!("has type {:?}; F32, F16 and BF16 can be read", t.dtype)));
+    };
+    let bytes = shards.bytes(t);
+    let codes = if format == Format::F32 {
+        columns_to_rows(&bytes.as_chunks::<4>().0[expert * cols * tall..][..cols * tall], tall, outputs)
+            .into_flattened()
+    } else {
+        columns_to_rows(&bytes.as_chunks::<2>().0[expert * cols * tall..][..cols * tall], tall, outputs)
+            .into_flattened()
+    };
+    Matrix::new(format, outputs.2, cols, codes.into(), None).map_err(|e| shards.fail(name, e))
 }
 
 /// The format of a floating-point type.

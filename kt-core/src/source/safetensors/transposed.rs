@@ -309,28 +309,40 @@ const TILE: usize = 16;
 
 /// Turns `[n, rows]` into `[rows, n]`.
 fn to_rows<T: Copy + Default>(from: &[T], rows: usize) -> Vec<T> {
-    let n = from.len() / rows.max(1);
-    let mut out = vec![T::default(); n * rows];
-    for (i, from) in from.chunks(TILE * rows.max(1)).enumerate() {
-        turn(from, rows, &mut out, n, i * TILE);
+    columns_to_rows(from, rows, (0, 1, rows))
+}
+
+/// Columns `first`, `first + step`, … (`count` of them) of `[n, wide]` as rows `[count, n]`.
+pub fn columns_to_rows<T: Copy + Default>(from: &[T], wide: usize, columns: (usize, usize, usize)) -> Vec<T> {
+    let n = from.len() / wide.max(1);
+    let mut out = vec![T::default(); n * columns.2];
+    for (i, from) in from.chunks(TILE * wide.max(1)).enumerate() {
+        turn(from, wide, columns, &mut out, n, i * TILE);
     }
     out
 }
 
-/// Writes up to [`TILE`] rows `from: [_, rows]` as columns from `first` of `out: [rows, n]`.
-fn turn<T: Copy + Default>(from: &[T], rows: usize, out: &mut [T], n: usize, first: usize) {
-    for start in (0..rows).step_by(TILE) {
-        let width = TILE.min(rows - start);
+/// Writes columns of up to [`TILE`] rows `from: [_, wide]` to columns from `start` of `out: [count, n]`.
+fn turn<T: Copy + Default>(
+    from: &[T],
+    wide: usize,
+    (first, step, count): (usize, usize, usize),
+    out: &mut [T],
+    n: usize,
+    start: usize,
+) {
+    for done in (0..count).step_by(TILE) {
+        let width = TILE.min(count - done);
         // Whole cache lines are read, and then whole ones written.
         let mut tile = [[T::default(); TILE]; TILE];
-        let high = from.len() / rows;
-        for (i, from) in from.chunks_exact(rows).enumerate() {
-            for (j, &v) in from[start..start + width].iter().enumerate() {
+        let high = from.len() / wide;
+        for (i, from) in from.chunks_exact(wide).enumerate() {
+            for (j, &v) in from[first + done * step..].iter().step_by(step).take(width).enumerate() {
                 tile[j][i] = v;
             }
         }
         for (j, tile) in tile[..width].iter().enumerate() {
-            out[(start + j) * n + first..][..high].copy_from_slice(&tile[..high]);
+            out[(done + j) * n + start..][..high].copy_from_slice(&tile[..high]);
         }
     }
 }
@@ -353,7 +365,7 @@ fn awq_to_rows(words: &[[u8; 4]], rows: usize) -> Vec<[u8; 4]> {
                 }
             }
         }
-        turn(&turned[..high * rows], rows, &mut out, n, i * TILE);
+        turn(&turned[..high * rows], rows, (0, 1, rows), &mut out, n, i * TILE);
     }
     out
 }
@@ -383,6 +395,13 @@ mod tests {
             }
         }
         assert!(to_rows::<u16>(&[], 0).is_empty());
+        let from: Vec<u16> = (0..35 * 40).collect();
+        for (first, step, count) in [(0, 2, 20), (1, 2, 20), (5, 1, 30), (39, 7, 1)] {
+            let out = columns_to_rows(&from, 40, (first, step, count));
+            for (i, j) in (0..35).flat_map(|i| (0..count).map(move |j| (i, j))) {
+                assert_eq!(out[j * 35 + i], from[i * 40 + first + j * step]);
+            }
+        }
     }
 
     #[test]
