@@ -1,6 +1,8 @@
 //! Damaged, incomplete and malicious checkpoints: each is refused, and the error names the file and the tensor or key.
 
-use std::path::{Path, PathBuf};
+mod common;
+
+use std::path::Path;
 
 use bytes::Bytes;
 use kt_core::source::gguf::{GgufSource, is_part_of};
@@ -8,107 +10,9 @@ use kt_core::source::safetensors::SafetensorsSource;
 use kt_core::{Format, Group, Proj, Result, WeightSource};
 use serde_json::{Value, json};
 
-const HIDDEN: usize = 32;
-const INTERMEDIATE: usize = 64;
-const EXPERTS: usize = 2;
-
-/// A directory that is removed with its content.
-struct Dir(PathBuf);
-
-impl Dir {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kt-hostile-{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Dir(path)
-    }
-
-    fn write(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
-        let path = self.0.join(name);
-        std::fs::write(&path, content).unwrap();
-        path
-    }
-}
-
-impl Drop for Dir {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-/// The error's text, which must contain all of `wants`.
-#[track_caller]
-fn refused<T>(outcome: Result<T>, wants: &[&str]) {
-    let text = match outcome {
-        Ok(_) => panic!("accepted, but an error with {wants:?} was expected"),
-        Err(e) => e.to_string(),
-    };
-    for want in wants {
-        assert!(text.contains(want), "`{want}` is not in: {text}");
-    }
-}
+use common::*;
 
 // ---- safetensors ----
-
-#[derive(Clone)]
-struct Tensor {
-    name: String,
-    dtype: &'static str,
-    shape: Vec<usize>,
-    bytes: Vec<u8>,
-}
-
-fn tensor(name: impl Into<String>, dtype: &'static str, shape: &[usize]) -> Tensor {
-    let each = match dtype {
-        "F32" | "I32" => 4,
-        "BF16" | "F16" => 2,
-        "I64" => 8,
-        _ => 1,
-    };
-    Tensor { name: name.into(), dtype, shape: shape.to_vec(), bytes: vec![0; shape.iter().product::<usize>() * each] }
-}
-
-/// A safetensors file of a header and data.
-fn container(header: &Value, data: &[u8]) -> Vec<u8> {
-    let header = header.to_string();
-    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
-}
-
-fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
-    let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
-    for t in tensors {
-        let offsets = [data.len(), data.len() + t.bytes.len()];
-        header.insert(t.name.clone(), json!({"dtype": t.dtype, "shape": t.shape, "data_offsets": offsets}));
-        data.extend(&t.bytes);
-    }
-    container(&header.into(), &data)
-}
-
-fn config() -> Value {
-    json!({
-        "model_type": "qwen3_moe", "num_experts": EXPERTS, "num_experts_per_tok": 1, "num_hidden_layers": 1,
-        "hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE,
-    })
-}
-
-fn shape(proj: Proj) -> [usize; 2] {
-    if proj == Proj::Down { [HIDDEN, INTERMEDIATE] } else { [INTERMEDIATE, HIDDEN] }
-}
-
-const GATE_1: &str = "model.layers.0.mlp.experts.1.gate_proj";
-
-/// The tensors of a model; `linear` makes those of one linear layer from its name, rows and columns.
-fn model(linear: impl Fn(&str, usize, usize) -> Vec<Tensor>) -> Vec<Tensor> {
-    let mut tensors = vec![tensor("model.norm.weight", "BF16", &[HIDDEN])];
-    for (e, proj) in (0..EXPERTS).flat_map(|e| Proj::ALL.map(|p| (e, p))) {
-        let [rows, cols] = shape(proj);
-        tensors.extend(linear(&format!("model.layers.0.mlp.experts.{e}.{}_proj", proj.name()), rows, cols));
-    }
-    tensors
-}
-
-fn bf16(name: &str, rows: usize, cols: usize) -> Vec<Tensor> {
-    vec![tensor(format!("{name}.weight"), "BF16", &[rows, cols])]
-}
 
 fn fp8(name: &str, rows: usize, cols: usize) -> Vec<Tensor> {
     let scale = tensor(format!("{name}.weight_scale_inv"), "F32", &[rows.div_ceil(128), cols.div_ceil(128)]);
@@ -194,40 +98,6 @@ fn nvfp4_is_divided_by_one_factor_or_multiplied_with_the_other() {
         source.matrix(0, 1, Proj::Up).unwrap().check_scales().unwrap();
         refuse(with(model(bf16), tensor(name.clone(), "F32", &[1])), &[&name, "NVFP4"]);
     }
-}
-
-/// Replaces the tensors of one linear layer by their name's suffix.
-fn changed(mut tensors: Vec<Tensor>, name: &str, change: impl FnOnce(&mut Tensor)) -> Vec<Tensor> {
-    change(tensors.iter_mut().find(|t| t.name == name).unwrap_or_else(|| panic!("{name}")));
-    tensors
-}
-
-fn without(mut tensors: Vec<Tensor>, name: &str) -> Vec<Tensor> {
-    let before = tensors.len();
-    tensors.retain(|t| t.name != name);
-    assert_eq!(tensors.len() + 1, before, "{name}");
-    tensors
-}
-
-fn with(mut tensors: Vec<Tensor>, extra: Tensor) -> Vec<Tensor> {
-    tensors.push(extra);
-    tensors
-}
-
-fn from_files(config: &Value, files: &[(&str, Vec<u8>)]) -> Result<SafetensorsSource> {
-    let mut all = vec![("config.json".to_owned(), Bytes::from(config.to_string()))];
-    all.extend(files.iter().map(|(n, b)| (n.to_string(), Bytes::from(b.clone()))));
-    SafetensorsSource::from_files("checkpoint", all)
-}
-
-fn from_tensors(config: &Value, tensors: &[Tensor]) -> Result<SafetensorsSource> {
-    from_files(config, &[("model.safetensors", safetensors(tensors))])
-}
-
-fn set(key: &str, value: Value) -> Value {
-    let mut config = config();
-    config[key] = value;
-    config
 }
 
 #[test]
@@ -364,7 +234,11 @@ fn tensors_that_are_missing_or_do_not_fit_are_named() {
     }
     refuse(without(asym(), &zeros), &["INT4-g16", "INT4-asym-g16"]);
     refuse(with(model(packed(8, 16)), tensor(zeros.clone(), "I32", &[16, 2])), &["INT8-offset-g16", "INT8-asym-g16"]);
-    refuse(with(model(int8), tensor(zeros.clone(), "I8", &[64, 1])), &[&zeros, "not supported yet"]);
+    let int8_zeros = || with(model(int8), tensor(zeros.clone(), "I8", &[64, 1]));
+    refuse(int8_zeros(), &["INT8-channel", "INT8-asym-channel"]);
+    refuse(changed(int8_zeros(), &zeros, |t| *t = tensor(t.name.clone(), "I8", &[64])), &[&zeros, "[64, 1]"]);
+    refuse(changed(int8_zeros(), &zeros, |t| *t = tensor(t.name.clone(), "BF16", &[64, 1])), &[&zeros, "BF16", "I8"]);
+    refuse(with(model(bf16), tensor(zeros.clone(), "I8", &[64, 1])), &[&zeros, "not of integers"]);
 
     refuse(without(model(mxfp4), &scale), &[&scale, "missing"]);
     for bad in [&[64, 2][..], &[63, 1], &[1, 64, 1], &[]] {
@@ -391,17 +265,20 @@ fn tensors_that_are_missing_or_do_not_fit_are_named() {
         &[&packed_name, "U8", "BF16"],
     );
     refuse(changed(int4(), &scale, |t| *t = tensor(t.name.clone(), "BF16", &[64, 32])), &[&packed_name, "even"]);
-    for (suffix, what) in [("weight_g_idx", "activation order"), ("qweight", "GPTQ")] {
-        let name = part(suffix);
-        refuse(with(int4(), tensor(name.clone(), "I32", &[4])), &[&name, what, "not supported yet"]);
-    }
+    let order = part("weight_g_idx");
+    refuse(with(int4(), tensor(order.clone(), "I32", &[32])), &["INT4-ordered-g16", "INT4-g16"]);
+    refuse(with(int4(), tensor(order.clone(), "I32", &[31])), &[&order, "[31]", "[32]"]);
+    refuse(with(int4(), tensor(order.clone(), "I64", &[32])), &[&order, "I64"]);
+    refuse(with(model(int8), tensor(order.clone(), "I32", &[32])), &[&order, "pack-quantized"]);
+    let qweight = part("qweight");
+    refuse(with(int4(), tensor(qweight.clone(), "I32", &[4])), &[&qweight, "another format, too"]);
     for suffix in ["weight_global_scale", "weight_scale_2"] {
         refuse(with(int4(), tensor(part(suffix), "F32", &[1])), &[&part(suffix), "not in NVFP4"]);
     }
     // What the data says of the shape is read with the data, not when opening.
     let lying = changed(int4(), &shape_name, |t| t.bytes[8] = 64);
     let source = from_tensors(&config(), &lying).unwrap();
-    refused(source.matrix(0, 1, Proj::Gate), &[file, GATE_1]);
+    refused(source.matrix(0, 1, Proj::Gate), &[file, &shape_name, "[64, 64]", "[64, 32]"]);
     assert!(source.matrix(0, 0, Proj::Gate).is_ok());
 }
 
@@ -584,6 +461,42 @@ fn a_layer_of_gpt_oss_runs_on_the_portable_kernel() {
 }
 
 #[test]
+fn gpt_oss_that_is_not_quantized_has_its_inputs_first() {
+    let random = |name: &str, shape: &[usize]| {
+        let mut t = tensor(format!("model.layers.0.mlp.experts.{name}"), "BF16", shape);
+        let values = (0..t.bytes.len() / 2).map(|i| half::bf16::from_f32((i * 37 % 251) as f32 / 64.0 - 2.0));
+        t.bytes = values.flat_map(|v| v.to_le_bytes()).collect();
+        t
+    };
+    let tensors = [
+        random("gate_up_proj", &[EXPERTS, HIDDEN, 2 * INTERMEDIATE]),
+        random("gate_up_proj_bias", &[EXPERTS, 2 * INTERMEDIATE]),
+        random("down_proj", &[EXPERTS, INTERMEDIATE, HIDDEN]),
+        random("down_proj_bias", &[EXPERTS, HIDDEN]),
+    ];
+    let source = from_tensors(&config_of("gpt_oss"), &tensors).unwrap();
+    assert_eq!((source.layers()[0].formats, source.layers()[0].biases), ([Format::Bf16; 3], true));
+    let value = |t: &Tensor, at: usize| half::bf16::from_le_bytes([t.bytes[2 * at], t.bytes[2 * at + 1]]).to_f32();
+    for (e, proj) in (0..EXPERTS).flat_map(|e| Proj::ALL.map(|p| (e, p))) {
+        let (m, [rows, cols]) = (source.matrix(0, e, proj).unwrap(), shape(proj));
+        let (t, wide, first, step) = match proj {
+            Proj::Gate => (&tensors[0], 2 * rows, 0, 2),
+            Proj::Up => (&tensors[0], 2 * rows, 1, 2),
+            Proj::Down => (&tensors[2], rows, 0, 1),
+        };
+        let values = m.decode();
+        for (n, k) in (0..rows).flat_map(|n| (0..cols).map(move |k| (n, k))) {
+            assert_eq!(values[n * cols + k], value(t, (e * cols + k) * wide + first + step * n), "{proj:?} [{n}, {k}]");
+        }
+        assert_eq!(m.byte_len(), Format::Bf16.stored_bytes(rows, cols));
+        let bias = source.bias(0, e, proj).unwrap().unwrap();
+        let t = if proj == Proj::Down { &tensors[3] } else { &tensors[1] };
+        assert_eq!(bias[3], value(t, e * wide + first + step * 3));
+        source.release(0, e);
+    }
+}
+
+#[test]
 fn tensors_of_gpt_oss_that_do_not_fit_are_named() {
     let name = |suffix: &str| format!("model.layers.0.mlp.experts.{suffix}");
     let open = |tensors: Vec<Tensor>| from_tensors(&config_of("gpt_oss"), &tensors);
@@ -595,8 +508,10 @@ fn tensors_of_gpt_oss_that_do_not_fit_are_named() {
     {
         refused(open(without(gpt_oss(), &name(suffix))), &["model.safetensors", &name(suffix), "missing"]);
     }
-    let plain = changed(gpt_oss(), &name("down_proj_blocks"), |t| *t = tensor(name("down_proj"), "BF16", &[2, 64, 32]));
-    refused(open(plain), &["model.safetensors", &name("down_proj"), "MXFP4", "not supported yet"]);
+    for (dtype, shape, want) in [("BF16", [2, 32, 64], "[2, 64, 32]"), ("F8_E4M3", [2, 64, 32], "F8_E4M3")] {
+        let plain = changed(gpt_oss(), &name("down_proj_blocks"), |t| *t = tensor(name("down_proj"), dtype, &shape));
+        refused(open(plain), &["model.safetensors", &name("down_proj"), want]);
+    }
     for (suffix, dtype, shape, want) in [
         ("gate_up_proj_blocks", "U8", &[2, 64, 2, 16][..], "fit"),
         ("gate_up_proj_blocks", "U8", &[2, 128, 16], "dimensions"),

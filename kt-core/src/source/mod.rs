@@ -1,11 +1,19 @@
 //! Checkpoints on disk, read through memory maps.
 //!
-//! [`open`] tells a container by its content: a directory with safetensors shards, or GGUF file(s). One container is one
-//! file here; `names` is the table of model families.
+//! [`open`] tells a container by its content. One container is one file here; `names` is the table of model families.
+//!
+//! | container | told by | formats of experts |
+//! | --- | --- | --- |
+//! | `safetensors` | `config.json` and `*.safetensors` | floats, FP8, MXFP4, MXFP8, NVFP4, compressed-tensors' integers, GPTQ, AWQ |
+//! | `converted` | tensors `blk.{L}.ffn_*_exps.{e}.numa.{t}`, or directories `_layer_{L}` | kt-kernel's AMXINT4, AMXINT8, MOE_INT8 |
+//! | `gguf` | magic `GGUF` | GGUF's block types |
+//! | `synthetic` | made by a program | all |
 
+pub mod converted;
 pub mod gguf;
 mod map;
 pub mod metadata;
+mod model;
 pub mod names;
 pub mod safetensors;
 pub mod synthetic;
@@ -19,6 +27,7 @@ use crate::layer::{LayerSpec, Proj};
 use crate::routing::Routing;
 
 pub use metadata::Metadata;
+use safetensors::shards::{Files, Shards};
 
 /// A checkpoint: shapes and formats of its expert layers, and handles on their bytes.
 ///
@@ -86,7 +95,8 @@ pub trait WeightSource: Send + Sync {
     }
 }
 
-/// Opens a checkpoint: a safetensors directory, or a GGUF file (of a split file, any part). Reads headers only.
+/// Opens a checkpoint: a safetensors directory, one of experts that kt-kernel converted, or a GGUF file (of a split file, any part).
+/// Reads headers only (of converted INT8 experts, one matrix too).
 ///
 /// # Errors
 /// The path does not exist, is neither, or its headers are wrong; the error names the file and the tensor.
@@ -115,7 +125,8 @@ pub fn open(path: impl AsRef<Path>) -> Result<Arc<dyn WeightSource>> {
                 }
                 Ok(Arc::new(gguf::GgufSource::open(first)?))
             }
-            _ if safetensors || config => Ok(Arc::new(safetensors::SafetensorsSource::open(path)?)),
+            _ if !safetensors && converted::is_tree(path) => Ok(Arc::new(converted::ConvertedSource::open(path)?)),
+            _ if safetensors || config => open_safetensors(path),
             _ => {
                 let what =
                     "no .safetensors and no .gguf file in this directory; name a checkpoint's directory or a GGUF file";
@@ -131,7 +142,16 @@ pub fn open(path: impl AsRef<Path>) -> Result<Arc<dyn WeightSource>> {
     }
     if path.extension().is_some_and(|e| e == "safetensors") {
         let dir = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        return Ok(Arc::new(safetensors::SafetensorsSource::open(dir)?));
+        return open_safetensors(dir);
     }
     Err(Error::file(path, "neither a GGUF file (magic `GGUF`) nor a safetensors checkpoint's directory"))
+}
+
+/// A directory of safetensors files: as published, or as kt-kernel's converter leaves it.
+fn open_safetensors(path: &Path) -> Result<Arc<dyn WeightSource>> {
+    let shards = Shards::open(path, Files::Directory)?;
+    match converted::is_merged(&shards) {
+        true => Ok(Arc::new(converted::ConvertedSource::from_shards(shards, None)?)),
+        false => Ok(Arc::new(safetensors::SafetensorsSource::from_shards(shards)?)),
+    }
 }

@@ -21,7 +21,8 @@ pub enum ExpertNames {
     /// `[experts, hidden, intermediate]`. Where they are absent, names as in `Each` are used (FP8 variants have those).
     Packed(&'static str, [&'static str; 3]),
     /// As `Packed`, but the rows of gate and up alternate, there are biases (`gate_up_proj_bias`, `down_proj_bias`), and weights are
-    /// MXFP4: `gate_up_proj_blocks` and `gate_up_proj_scales`, ….
+    /// MXFP4 (`gate_up_proj_blocks` and `gate_up_proj_scales`, …), or floats with inputs first (`gate_up_proj`:
+    /// `[experts, hidden, 2 * intermediate]`).
     Alternating(&'static str),
 }
 
@@ -358,7 +359,7 @@ impl Family {
 #[derive(Debug, Clone, Copy)]
 pub struct Names {
     family: &'static Family,
-    /// `None` in GGUF files.
+    /// `None` where tensors are called as in GGUF files.
     prefix: Option<&'static str>,
 }
 
@@ -367,7 +368,12 @@ impl Names {
     pub fn of(source: &dyn WeightSource) -> Option<Names> {
         let family = by_metadata(source.metadata())?;
         let prefix = match source.metadata() {
-            Metadata::HuggingFace(_) => Some(family.prefix(source.tensors().iter().map(String::as_str))),
+            Metadata::HuggingFace(_) => {
+                let tensors = source.tensors();
+                // kt-kernel's converter renames tensors as GGUF does.
+                let renamed = tensors.iter().any(|n| n.starts_with("blk."));
+                (!renamed).then(|| family.prefix(tensors.iter().map(String::as_str)))
+            }
             Metadata::Gguf(_) => None,
         };
         Some(Names { family, prefix })

@@ -1,38 +1,34 @@
 //! Hugging Face directories: `config.json` and safetensors shards.
 //!
 //! The `safetensors` crate reads and checks each file's header; the shard index, the names and the formats are read here. What a
-//! linear layer's format is, is told by the tensors that stand next to each other, not by the config.
+//! linear layer's format is, is told by the tensors that stand next to each other; of GPTQ and AWQ, the config must tell some things.
 
-mod linear;
-mod shards;
+pub(super) mod linear;
+pub(super) mod shards;
+pub(super) mod transposed;
 
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 use serde_json::Value;
 
-use super::names::{self, ExpertNames, Family, count};
+use super::model::{self, Model};
+use super::names::{ExpertNames, Family};
 use super::{Metadata, WeightSource};
 use crate::error::{Error, Result};
 use crate::format::{Format, Matrix};
 use crate::layer::{LayerSpec, Proj};
 use crate::routing::Routing;
-use linear::{linear, mxfp4, plain, plain_format};
+use linear::{Linear, inputs_first, linear, mxfp4, plain, plain_format};
 use shards::{Files, Shards, Tensor};
-
-/// No dimension of a model is larger: keeps products of two of them far from overflowing.
-const MOST: usize = 1 << 24;
+use transposed::Quantization;
 
 /// A Hugging Face directory of safetensors files, mapped.
 pub struct SafetensorsSource {
     shards: Shards,
-    config: Metadata,
-    family: &'static Family,
+    model: Model,
+    quantization: Quantization,
     prefix: &'static str,
-    /// Number of layers; those beyond are for multi-token prediction.
-    blocks: usize,
-    routing: Option<Routing>,
-    layers: Vec<LayerSpec>,
 }
 
 impl SafetensorsSource {
@@ -55,75 +51,54 @@ impl SafetensorsSource {
     }
 
     fn read(path: &Path, files: Files) -> Result<Self> {
-        let file = path.join("config.json");
-        let shards = Shards::open(path, files)?;
+        Self::from_shards(Shards::open(path, files)?)
+    }
+
+    pub(super) fn from_shards(shards: Shards) -> Result<Self> {
+        let file = shards.path().join("config.json");
         let config = shards.json("config.json")?;
-        let config = config.ok_or_else(|| Error::file(&file, "missing: it says what model the tensors are of"))?;
-        let metadata = Metadata::HuggingFace(config.clone());
-        let family = names::by_metadata(&metadata).ok_or_else(|| match metadata.family() {
-            None => Error::tensor(&file, "model_type", "missing: what the model is stays unknown"),
-            Some(name) => {
-                let known = names::model_types().join(", ");
-                Error::tensor(&file, "model_type", format!("`{name}` is not known here; known are {known}"))
-            }
-        })?;
-        // Models with more than text describe the text part in a section of its own.
-        let text = config.get("text_config").filter(|t| t.is_object()).unwrap_or(&config);
-        check_blocks(&config, text, &file)?;
-        let prefix = family.prefix(shards.tensors().keys().map(String::as_str));
-        let blocks = config_count(text, &file, &["num_hidden_layers"])?;
-        let mut source =
-            SafetensorsSource { shards, config: metadata, family, prefix, blocks, routing: None, layers: Vec::new() };
-        source.layers = source.read_layers(text, &file)?;
-        if let Some(layer) = source.layers.first() {
-            source.routing = family.routing(text, layer.top_k);
-            if let Some(routing) = &source.routing {
-                routing.check(layer.experts).map_err(|e| Error::file(&file, e.to_string()))?;
-            }
+        let model = Model::read(config.clone(), &file)?;
+        let config = config.unwrap_or_default();
+        let quantization =
+            config.get("quantization_config").or_else(|| model::text(&config).get("quantization_config"));
+        let quantization = quantization.unwrap_or(&Value::Null);
+        check_blocks(quantization, &file)?;
+        let quantization = Quantization::read(quantization, &file)?;
+        let prefix = model.family.prefix(shards.tensors().keys().map(String::as_str));
+        let mut source = SafetensorsSource { shards, model, quantization, prefix };
+        for i in 0..source.model.layers.len() {
+            source.model.layers[i] = source.read_layer(source.model.layers[i].clone())?;
         }
         Ok(source)
     }
 
     /// The family's row in the table of names.
     pub fn family(&self) -> &'static Family {
-        self.family
+        self.model.family
     }
 
     /// Checks every expert's tensors; reads headers only.
-    fn read_layers(&self, config: &Value, file: &Path) -> Result<Vec<LayerSpec>> {
-        let experts = config_count(config, file, names::EXPERTS_KEYS)?;
-        let top_k = config_count(config, file, names::TOP_K_KEYS)?;
-        let hidden = config_count(config, file, &["hidden_size"])?;
-        let intermediate = config_count(config, file, &[self.family.intermediate_key])?;
-        if top_k > experts {
-            let what = format!("is {top_k}, but there are only {experts} experts");
-            return Err(Error::tensor(file, names::TOP_K_KEYS[0], what));
-        }
-        let mut layers = Vec::new();
-        for index in (0..self.blocks).filter(|&i| self.family.holds_experts(config, i)) {
-            let mut spec = LayerSpec {
-                index,
-                experts,
-                top_k,
-                hidden,
-                intermediate,
-                formats: [Format::F32; 3],
-                activation: self.family.activation,
-                biases: false,
+    fn read_layer(&self, mut spec: LayerSpec) -> Result<LayerSpec> {
+        self.check_alternating(&mut spec)?;
+        for proj in Proj::ALL {
+            spec.formats[proj.index()] = match self.packed(spec.index, proj) {
+                Some(packed) => self.packed_format(packed, &spec, proj)?,
+                None => self.common_format(&spec, proj)?,
             };
-            self.check_alternating(&mut spec)?;
-            for proj in Proj::ALL {
-                spec.formats[proj.index()] = match self.packed(index, proj) {
-                    Some(packed) => self.packed_format(packed, &spec, proj)?,
-                    None => self.common_format(&spec, proj)?,
-                };
+        }
+        Ok(spec)
+    }
+
+    /// A linear layer, of the shape that the config gives it.
+    fn linear(&self, base: &str, shape: Option<(usize, usize)>) -> Result<Linear<'_>> {
+        let found = linear(&self.shards, &self.quantization, base, shape.map(|s| s.1))?;
+        match shape {
+            Some((rows, cols)) if (found.rows, found.cols) != (rows, cols) => {
+                let what = format!("is [{}, {}], but by the config it is [{rows}, {cols}]", found.rows, found.cols);
+                Err(self.shards.fail(found.name, what))
             }
-            layers.push(spec);
+            _ => Ok(found),
         }
-        if layers.is_empty() {
-            return Err(Error::file(file, "no layer of this model holds experts: it is no Mixture-of-Experts model"));
-        }
-        Ok(layers)
     }
 
     /// The format that a projection of every expert of a layer has.
@@ -131,18 +106,14 @@ impl SafetensorsSource {
         let (rows, cols) = spec.shape(proj);
         let mut common = None;
         for expert in 0..spec.experts {
-            let (name, m) = linear(&self.shards, &self.base(spec.index, expert, proj), Some(cols))?;
-            if (m.rows(), m.cols()) != (rows, cols) {
-                let what = format!("is [{}, {}], but by the config it is [{rows}, {cols}]", m.rows(), m.cols());
-                return Err(self.shards.fail(name, what));
-            }
-            let first = *common.get_or_insert(m.format());
-            if m.format() != first {
+            let found = self.linear(&self.base(spec.index, expert, proj), Some((rows, cols)))?;
+            let first = *common.get_or_insert(found.format);
+            if found.format != first {
                 let what = format!(
                     "is {}, but expert 0 of this layer is {first}; one format per layer is supported",
-                    m.format()
+                    found.format
                 );
-                return Err(self.shards.fail(name, what));
+                return Err(self.shards.fail(found.name, what));
             }
         }
         common.ok_or_else(|| Error::file(self.shards.path(), "a layer without experts"))
@@ -151,7 +122,7 @@ impl SafetensorsSource {
     fn packed_format(&self, (name, t): (&str, &Tensor), spec: &LayerSpec, proj: Proj) -> Result<Format> {
         let (rows, cols) = spec.shape(proj);
         let tall = if proj == Proj::Down { rows } else { 2 * rows };
-        if let ExpertNames::Alternating(_) = self.family.experts {
+        if name.ends_with("_blocks") {
             let all = self.all_experts(name)?;
             if t.shape[..2] != [spec.experts, tall] || all.cols() != cols {
                 let (shape, wide) = (&t.shape[..2], all.cols());
@@ -161,8 +132,10 @@ impl SafetensorsSource {
             }
             return Ok(all.format());
         }
-        if t.shape != [spec.experts, tall, cols] {
-            let what = format!("has shape {:?}, but by the config it is [{}, {tall}, {cols}]", t.shape, spec.experts);
+        let inputs_first = self.alternates();
+        let due = if inputs_first { [spec.experts, cols, tall] } else { [spec.experts, tall, cols] };
+        if t.shape != due {
+            let what = format!("has shape {:?}, but by the config it is {due:?}", t.shape);
             return Err(self.shards.fail(name, what));
         }
         plain_format(t.dtype).ok_or_else(|| {
@@ -170,19 +143,21 @@ impl SafetensorsSource {
         })
     }
 
-    /// The layouts of gpt-oss: MXFP4 tensors that must be there, and biases.
+    /// Whether the rows of gate and up alternate, as in gpt-oss; what is not in MXFP4 has inputs first then.
+    fn alternates(&self) -> bool {
+        matches!(self.model.family.experts, ExpertNames::Alternating(_))
+    }
+
+    /// The layouts of gpt-oss: tensors of all experts that must be there, and biases.
     fn check_alternating(&self, spec: &mut LayerSpec) -> Result<()> {
-        let ExpertNames::Alternating(stem) = self.family.experts else { return Ok(()) };
+        let ExpertNames::Alternating(stem) = self.model.family.experts else { return Ok(()) };
         for proj in [Proj::Gate, Proj::Down] {
-            let name = format!("{}{}.{stem}.{}", self.prefix, spec.index, fused(proj));
-            let blocks = format!("{name}_blocks");
-            if self.shards.get(&blocks).is_some() {
-                continue;
+            if self.packed(spec.index, proj).is_none() {
+                let name = format!("{}{}.{stem}.{}_blocks", self.prefix, spec.index, fused(proj));
+                return Err(self
+                    .shards
+                    .fail(&name, "missing from the checkpoint, and so is the same without `_blocks`"));
             }
-            return Err(match self.shards.get(&name) {
-                Some(_) => self.shards.fail(&name, "experts of gpt-oss that are not in MXFP4 are not supported yet"),
-                None => self.shards.fail(&blocks, "missing from the checkpoint"),
-            });
         }
         for proj in [Proj::Gate, Proj::Down] {
             let (name, bias) = self.biases(spec.index, proj)?;
@@ -199,19 +174,21 @@ impl SafetensorsSource {
 
     /// Biases of a projection of all experts, those of gate and up alternating, and the tensor's name.
     fn biases(&self, layer: usize, proj: Proj) -> Result<(String, Matrix)> {
-        let name = format!("{}{layer}.{}.{}_bias", self.prefix, self.family.expert_stem(), fused(proj));
+        let name = format!("{}{layer}.{}.{}_bias", self.prefix, self.model.family.expert_stem(), fused(proj));
         let bias = plain(&self.shards, &name)?;
         Ok((name, bias))
     }
 
     /// The tensor that holds a projection of all experts of a layer, where there is one.
     fn packed(&self, layer: usize, proj: Proj) -> Option<(&str, &Tensor)> {
-        let (stem, suffix) = match self.family.experts {
-            ExpertNames::Packed(stem, _) => (stem, ""),
-            ExpertNames::Alternating(stem) => (stem, "_blocks"),
-            ExpertNames::Each(..) => return None,
+        let named = |stem: &str, suffix: &str| {
+            self.shards.get(&format!("{}{layer}.{stem}.{}{suffix}", self.prefix, fused(proj)))
         };
-        self.shards.get(&format!("{}{layer}.{stem}.{}{suffix}", self.prefix, fused(proj)))
+        match self.model.family.experts {
+            ExpertNames::Packed(stem, _) => named(stem, ""),
+            ExpertNames::Alternating(stem) => named(stem, "_blocks").or_else(|| named(stem, "")),
+            ExpertNames::Each(..) => None,
+        }
     }
 
     /// What [`packed`](Self::packed) names, as one matrix of all experts.
@@ -234,13 +211,7 @@ impl SafetensorsSource {
 
     /// The linear layer of a projection of one expert.
     fn base(&self, layer: usize, expert: usize, proj: Proj) -> String {
-        format!("{}{layer}.{}", self.prefix, self.family.expert(expert, proj))
-    }
-
-    fn spec(&self, layer: usize, expert: usize) -> Result<&LayerSpec> {
-        let spec = self.layers.binary_search_by_key(&layer, |l| l.index).ok().map(|i| &self.layers[i]);
-        spec.filter(|l| expert < l.experts)
-            .ok_or_else(|| Error::file(self.shards.path(), format!("there is no expert {expert} in layer {layer}")))
+        format!("{}{layer}.{}", self.prefix, self.model.family.expert(expert, proj))
     }
 
     /// Whether a tensor is neither a routed expert nor part of multi-token prediction.
@@ -248,8 +219,8 @@ impl SafetensorsSource {
         let Some((layer, rest)) = name.strip_prefix(self.prefix).and_then(|r| r.split_once('.')) else {
             return !name.starts_with("mtp.");
         };
-        let expert = rest.strip_prefix(self.family.expert_stem()).is_some_and(|r| r.starts_with('.'));
-        !expert && layer.parse().is_ok_and(|l: usize| l < self.blocks)
+        let expert = rest.strip_prefix(self.model.family.expert_stem()).is_some_and(|r| r.starts_with('.'));
+        !expert && layer.parse().is_ok_and(|l: usize| l < self.model.blocks)
     }
 }
 
@@ -258,18 +229,9 @@ fn fused(proj: Proj) -> &'static str {
     if proj == Proj::Down { "down_proj" } else { "gate_up_proj" }
 }
 
-/// A count in the config, which must be there.
-fn config_count(config: &Value, file: &Path, keys: &[&str]) -> Result<usize> {
-    let found = count(config, keys).filter(|n| (1..=MOST).contains(n));
-    found.ok_or_else(|| {
-        Error::tensor(file, keys.join("` or `"), format!("missing from the config, or not in 1..={MOST}"))
-    })
-}
-
 /// Refuses FP8 blocks other than 128 x 128 and MXFP8's 1 x 32, which the shape of the scales cannot always tell.
-fn check_blocks(config: &Value, text: &Value, file: &Path) -> Result<()> {
-    let size = [config, text].into_iter().find_map(|c| c.get("quantization_config")?.get("weight_block_size"));
-    match size.filter(|s| !s.is_null()) {
+fn check_blocks(quantization: &Value, file: &Path) -> Result<()> {
+    match quantization.get("weight_block_size").filter(|s| !s.is_null()) {
         Some(size) if ![[128, 128], [1, 32]].iter().any(|known| *size == serde_json::json!(known)) => {
             let what = format!("is {size}; blocks of [128, 128] are supported");
             Err(Error::tensor(file, "quantization_config.weight_block_size", what))
@@ -284,34 +246,31 @@ impl WeightSource for SafetensorsSource {
     }
 
     fn layers(&self) -> &[LayerSpec] {
-        &self.layers
+        &self.model.layers
     }
 
     fn matrix(&self, layer: usize, expert: usize, proj: Proj) -> Result<Matrix> {
-        let spec = self.spec(layer, expert)?;
+        let spec = self.model.layer(layer, expert, self.path())?;
         let (rows, cols) = spec.shape(proj);
-        let Some((name, _)) = self.packed(layer, proj) else {
-            let (name, m) = linear(&self.shards, &self.base(layer, expert, proj), None)?;
-            if (m.rows(), m.cols()) != (rows, cols) {
-                let what = format!("holds [{}, {}], but by the config it is [{rows}, {cols}]", m.rows(), m.cols());
-                return Err(self.shards.fail(name, what));
-            }
-            return Ok(m);
+        let Some((name, t)) = self.packed(layer, proj) else {
+            return self.linear(&self.base(layer, expert, proj), Some((rows, cols)))?.matrix(&self.shards);
         };
-        let alternating = matches!(self.family.experts, ExpertNames::Alternating(_));
-        let (tall, first, step) = match (proj, alternating) {
+        let (tall, first, step) = match (proj, self.alternates()) {
             (Proj::Gate, false) => (2 * rows, 0, 1),
             (Proj::Up, false) => (2 * rows, rows, 1),
             (Proj::Gate, true) => (2 * rows, 0, 2),
             (Proj::Up, true) => (2 * rows, 1, 2),
             (Proj::Down, _) => (rows, 0, 1),
         };
+        if self.alternates() && !name.ends_with("_blocks") {
+            return inputs_first(&self.shards, (name, t), expert, (tall, cols), (first, step, rows));
+        }
         let all = self.all_experts(name)?;
         all.select_rows(expert * tall + first, step, rows).map_err(|e| self.shards.fail(name, e))
     }
 
     fn bias(&self, layer: usize, expert: usize, proj: Proj) -> Result<Option<Vec<f32>>> {
-        if !self.spec(layer, expert)?.biases {
+        if !self.model.layer(layer, expert, self.path())?.biases {
             return Ok(None);
         }
         let (_, all) = self.biases(layer, proj)?;
@@ -329,8 +288,9 @@ impl WeightSource for SafetensorsSource {
             Some((name, _)) => (name.to_owned(), format!("{name}[{expert}]")),
             None => {
                 let base = self.base(layer, expert, proj);
-                let packed = format!("{base}.weight_packed");
-                let name = if self.shards.get(&packed).is_some() { packed } else { format!("{base}.weight") };
+                let held = |name: &String| self.shards.get(name).is_some();
+                let codes = ["weight_packed", "qweight"].map(|suffix| format!("{base}.{suffix}"));
+                let name = codes.into_iter().find(held).unwrap_or_else(|| format!("{base}.weight"));
                 (name.clone(), name)
             }
         };
@@ -355,18 +315,18 @@ impl WeightSource for SafetensorsSource {
     fn release_tensor(&self, name: &str) {
         self.shards.release(name, 0, 1);
         if let Some(base) = name.strip_suffix(".weight") {
-            for suffix in ["weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "scale"] {
+            for suffix in linear::COMPANIONS {
                 self.shards.release(&format!("{base}.{suffix}"), 0, 1);
             }
         }
     }
 
     fn metadata(&self) -> &Metadata {
-        &self.config
+        &self.model.metadata
     }
 
     fn routing(&self, layer: usize) -> Option<Routing> {
-        self.spec(layer, 0).ok().and(self.routing.clone())
+        self.model.routing(layer)
     }
 
     fn tensors(&self) -> Vec<String> {
@@ -375,7 +335,7 @@ impl WeightSource for SafetensorsSource {
 
     fn tensor(&self, name: &str) -> Result<Matrix> {
         match name.strip_suffix(".weight") {
-            Some(base) => Ok(linear(&self.shards, base, None)?.1),
+            Some(base) => self.linear(base, None)?.matrix(&self.shards),
             None => plain(&self.shards, name),
         }
     }

@@ -7,37 +7,148 @@
 //!                                               … E8M0 [N, K/32]              MXFP8
 //! X.weight I8 [N, K/2]   X.scale E8M0 [N, K/32]                               MXFP4
 //! X.weight I8        X.weight_scale [N, 1], [N] or [N, K/g]                   INT8
+//!                                … and X.weight_zero_point I8, as the scales    INT8, asymmetric
 //! X.weight_packed I32 [N, K/8]   X.weight_scale [N, K/g]   X.weight_shape     INT4
 //!                     [N, K/4]                                                INT8 with offset 128
-//!                                … and X.weight_zero_point I32 [N/8, K/g]       INT4, asymmetric
+//!                                … and X.weight_zero_point I32 [N/8, K/g]       either, asymmetric
+//!                                or [N/4, K/g] where codes have 8 bits
+//!                                … and X.weight_g_idx I32 [K]                   either, ordered
 //! X.weight_packed U8 [N, K/2]    X.weight_scale E8M0 [N, K/32]                MXFP4
 //!                        and X.weight_scale E4M3 [N, K/16], X.weight_global_scale F32 NVFP4, divided by it
 //! X.weight U8 [N, K/2]       X.weight_scale E4M3 [N, K/16], X.weight_scale_2 F32 NVFP4, multiplied with it
+//! X.qweight …                                                                 GPTQ and AWQ: see `transposed`
 //!
 //! E8M0 scales are of type F8_E8M0 or U8.
 //! ```
 
+use bytes::Bytes;
 use safetensors::Dtype;
 
 use super::shards::{Shards, Tensor};
+use super::transposed::{self, Quantization, Transposed, columns_to_rows};
 use crate::error::Result;
 use crate::format::float::f32_at;
 use crate::format::{Format, Global, Group, Matrix, ScaleType, fp8, mx};
 
-/// The linear layer `base` (its name without `.weight`), and the name of the tensor that holds its codes.
+/// What tensors of a linear layer are called, beside `weight`.
+pub const COMPANIONS: [&str; 10] = [
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_zero_point",
+    "weight_g_idx",
+    "scale",
+    "qweight",
+    "qzeros",
+    "scales",
+    "g_idx",
+];
+
+/// A linear layer as headers describe it; [`Linear::matrix`] reads what else it takes.
+pub struct Linear<'a> {
+    /// The tensor that holds its codes.
+    pub name: &'a str,
+    pub format: Format,
+    pub rows: usize,
+    pub cols: usize,
+    stored: Stored<'a>,
+}
+
+/// A tensor and its name.
+pub type Named<'a> = (&'a str, &'a Tensor);
+
+enum Stored<'a> {
+    AsIs(Matrix),
+    /// NVFP4 and the factor of its scales.
+    Factor(Matrix, &'a Tensor, fn(f32) -> Global),
+    /// compressed-tensors `pack-quantized`: zero points in words, groups of columns, and the shape that the data tells.
+    Packed {
+        matrix: Matrix,
+        zeros: Option<Named<'a>>,
+        order: Option<Named<'a>>,
+        shape: Named<'a>,
+    },
+    /// compressed-tensors `int-quantized`: signed codes, scales, and zero points.
+    Signed {
+        codes: Named<'a>,
+        scales: Named<'a>,
+        zeros: Named<'a>,
+    },
+    Transposed(Transposed<'a>),
+}
+
+impl<'a> Linear<'a> {
+    fn new(name: &'a str, matrix: Matrix, stored: impl FnOnce(Matrix) -> Stored<'a>) -> Self {
+        let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
+        Linear { name, format, rows, cols, stored: stored(matrix) }
+    }
+
+    /// The matrix: a handle on the file's bytes where they are as kernels read them, and otherwise a copy that is.
+    pub fn matrix(self, shards: &Shards) -> Result<Matrix> {
+        let (format, rows, cols) = (self.format, self.rows, self.cols);
+        match self.stored {
+            Stored::AsIs(matrix) => Ok(matrix),
+            Stored::Factor(matrix, factor, global) => {
+                Ok(matrix.with_global_scale(global(f32_at(&shards.bytes(factor), 0))))
+            }
+            Stored::Packed { mut matrix, zeros, order, shape } => {
+                let said = stored_shape(shards, shape.1);
+                if said != Some([rows as i64, cols as i64]) {
+                    let what = format!("holds {said:?}, but the packed tensor is of [{rows}, {cols}] numbers");
+                    return Err(shards.fail(shape.0, what));
+                }
+                if let Some((name, t)) = zeros {
+                    let groups = t.shape.last().copied().unwrap_or(0);
+                    let zeros = unpack_rows(&shards.bytes(t), bits(format), rows, groups);
+                    matrix = matrix.with_zero_points(zeros).map_err(|e| shards.fail(name, e))?;
+                }
+                if let Some((name, t)) = order {
+                    // What was not calibrated is left at -1 and in order.
+                    let groups = i32s(&shards.bytes(t));
+                    if !groups.contains(&-1) {
+                        matrix = with_column_groups(matrix, &groups).map_err(|e| shards.fail(name, e))?;
+                    }
+                }
+                Ok(matrix)
+            }
+            Stored::Signed { codes, scales, zeros } => {
+                let unsigned: Vec<u8> = shards.bytes(codes.1).iter().map(|c| c ^ 0x80).collect();
+                let matrix = matrix(shards, format, (rows, cols), (codes.0, unsigned.into()), Some(scales))?;
+                let points = shards.bytes(zeros.1).iter().map(|&z| z as i8 as i16 + 128).collect();
+                matrix.with_zero_points(points).map_err(|e| shards.fail(zeros.0, e))
+            }
+            Stored::Transposed(t) => {
+                let matrix = t.matrix(shards, format, rows, cols)?;
+                // The copy takes the place of the file's pages.
+                shards.release(self.name, 0, 1);
+                Ok(matrix)
+            }
+        }
+    }
+}
+
+/// The linear layer `base` (its name without `.weight`), told by headers alone.
 ///
 /// `cols` is the number of inputs, where the caller knows it; otherwise packed formats read it from `weight_shape`, which is in
 /// the data part of the file.
-pub fn linear<'a>(shards: &'a Shards, base: &str, cols: Option<usize>) -> Result<(&'a str, Matrix)> {
+pub fn linear<'a>(
+    shards: &'a Shards,
+    quantization: &Quantization,
+    base: &str,
+    cols: Option<usize>,
+) -> Result<Linear<'a>> {
     let get = |suffix: &str| shards.get(&format!("{base}.{suffix}"));
     refuse_unsupported(shards, base)?;
-    if let Some((name, codes)) = get("weight_packed") {
-        return packed(shards, base, name, codes, cols);
+    if let Some(codes) = get("weight_packed") {
+        return packed(shards, base, codes, cols);
+    }
+    if let Some(codes) = get("qweight") {
+        let (format, (rows, cols), t) = transposed::describe(shards, quantization, base, codes, cols)?;
+        return Ok(Linear { name: codes.0, format, rows, cols, stored: Stored::Transposed(t) });
     }
     let Some((name, codes)) = get("weight") else {
         return Err(shards.fail(&format!("{base}.weight"), "missing from the checkpoint, in any format"));
     };
-    let inputs = cols;
     let (rows, cols) = dimensions(shards, name, codes)?;
     let scales = || {
         let suffix = ["weight_scale_inv", "scale"].into_iter().find(|suffix| get(suffix).is_some());
@@ -61,18 +172,37 @@ pub fn linear<'a>(shards: &'a Shards, base: &str, cols: Option<usize>) -> Result
             };
             (format, Some((scale_name, scale)))
         }
-        Dtype::I8 if get("scale").is_some() => return mxfp4(shards, (name, codes), scales()?).map(|m| (name, m)),
+        Dtype::I8 if get("scale").is_some() => {
+            let m = mxfp4(shards, (name, codes), scales()?)?;
+            return Ok(Linear::new(name, m, Stored::AsIs));
+        }
         Dtype::I8 => {
             let (scale_name, scale) = scales()?;
-            (Format::Int8(group(shards, scale_name, scale, rows, cols)?), Some((scale_name, scale)))
+            let group = group(shards, scale_name, scale, rows, cols)?;
+            if let Some(zeros) = get("weight_zero_point") {
+                if zeros.1.dtype != Dtype::I8 || zeros.1.shape != scale.shape {
+                    let (kind, shape) = (zeros.1.dtype, &zeros.1.shape);
+                    let what = format!(
+                        "is {kind:?} {shape:?}; signed codes have zero points I8 {:?}, as their scales",
+                        scale.shape
+                    );
+                    return Err(shards.fail(zeros.0, what));
+                }
+                let (format, scales) = (Format::Int8Asym(group), (scale_name, scale));
+                // Checks all sizes; the codes' signs are seen to with the data.
+                let m = matrix(shards, format, (rows, cols), (name, shards.bytes(codes)), Some(scales))?;
+                return Ok(Linear::new(name, m, |_| Stored::Signed { codes: (name, codes), scales, zeros }));
+            }
+            (Format::Int8(group), Some((scale_name, scale)))
         }
-        Dtype::U8 => return nvfp4(shards, base, (name, codes), scales()?, inputs.is_none()).map(|m| (name, m)),
+        Dtype::U8 => return nvfp4(shards, base, (name, codes), scales()?),
         other => match plain_format(other) {
             Some(format) => (format, None),
             None => return Err(shards.fail(name, format!("has type {other:?}, which is not supported as a weight"))),
         },
     };
-    Ok((name, matrix(shards, format, (rows, cols), (name, codes), scales)?))
+    let m = matrix(shards, format, (rows, cols), (name, shards.bytes(codes)), scales)?;
+    Ok(Linear::new(name, m, Stored::AsIs))
 }
 
 /// A tensor that stands for itself, in a floating-point type.
@@ -83,56 +213,43 @@ pub fn plain(shards: &Shards, name: &str) -> Result<Matrix> {
     let Some(format) = plain_format(t.dtype) else {
         return Err(shards.fail(name, format!("has type {:?}; F32, F16 and BF16 can be read", t.dtype)));
     };
-    matrix(shards, format, dimensions(shards, name, t)?, (name, t), None)
+    matrix(shards, format, dimensions(shards, name, t)?, (name, shards.bytes(t)), None)
 }
 
-/// Tensors beside the codes that mean a format which is not decoded here.
+/// Tensors beside each other that mean no format known here.
 fn refuse_unsupported(shards: &Shards, base: &str) -> Result<()> {
-    let has = |suffix: &str| shards.get(&format!("{base}.{suffix}")).is_some();
-    let refused = [
-        ("qweight", if has("g_idx") { "in GPTQ format" } else { "in AWQ or GPTQ format" }),
-        ("weight_g_idx", "in activation order"),
-    ];
+    let named = |suffix: &str| format!("{base}.{suffix}");
+    let has = |suffix: &str| shards.get(&named(suffix)).is_some();
     if has("scale") && ["weight_packed", "weight_scale", "weight_scale_inv"].into_iter().any(has) {
-        return Err(shards.fail(&format!("{base}.scale"), "there are other quantized tensors of its matrix beside it"));
+        return Err(shards.fail(&named("scale"), "there are other quantized tensors of its matrix beside it"));
     }
-    let zeros = format!("{base}.weight_zero_point");
-    if has("weight_zero_point") && !has("weight_packed") {
-        return Err(
-            shards.fail(&zeros, "its matrix is asymmetric and not `pack-quantized`, which is not supported yet")
-        );
+    if has("qweight") && ["weight", "weight_packed"].into_iter().any(has) {
+        return Err(shards.fail(&named("qweight"), "its matrix is there in another format, too"));
     }
-    let nvfp4 = shards
-        .get(&format!("{base}.weight_packed"))
-        .or_else(|| shards.get(&format!("{base}.weight")))
-        .is_some_and(|(_, t)| t.dtype == Dtype::U8);
-    for suffix in ["weight_global_scale", "weight_scale_2"] {
-        if has(suffix) && !nvfp4 {
-            let what = "a factor of scales, but its matrix is not in NVFP4 format";
-            return Err(shards.fail(&format!("{base}.{suffix}"), what));
+    let codes = shards.get(&named("weight_packed")).or_else(|| shards.get(&named("weight"))).map(|(_, t)| t.dtype);
+    for (suffix, of, what) in [
+        ("weight_zero_point", &[Dtype::I8, Dtype::I32][..], "zero points, but its matrix is not of integers"),
+        ("weight_g_idx", &[Dtype::I32], "an order of columns, but its matrix is not `pack-quantized`"),
+        ("weight_global_scale", &[Dtype::U8], "a factor of scales, but its matrix is not in NVFP4 format"),
+        ("weight_scale_2", &[Dtype::U8], "a factor of scales, but its matrix is not in NVFP4 format"),
+    ] {
+        if has(suffix) && codes.is_none_or(|codes| !of.contains(&codes)) {
+            return Err(shards.fail(&named(suffix), what));
         }
     }
-    match refused.into_iter().find(|(suffix, _)| has(suffix)) {
-        Some((suffix, what)) => {
-            Err(shards.fail(&format!("{base}.{suffix}"), format!("its matrix is {what}, which is not supported yet")))
-        }
-        None => Ok(()),
-    }
+    Ok(())
 }
 
 /// compressed-tensors `pack-quantized`.
-fn packed<'a>(
-    shards: &'a Shards,
-    base: &str,
-    name: &'a str,
-    codes: &Tensor,
-    cols: Option<usize>,
-) -> Result<(&'a str, Matrix)> {
+fn packed<'a>(shards: &'a Shards, base: &str, (name, codes): Named<'a>, cols: Option<usize>) -> Result<Linear<'a>> {
+    let get = |suffix: &str| shards.get(&format!("{base}.{suffix}"));
     let (scale_name, scale) = scales(shards, base, "weight_scale")?;
     match codes.dtype {
-        Dtype::U8 if e8m0(scale) => return Ok((name, mxfp4(shards, (name, codes), (scale_name, scale))?)),
+        Dtype::U8 if e8m0(scale) => {
+            return Ok(Linear::new(name, mxfp4(shards, (name, codes), (scale_name, scale))?, Stored::AsIs));
+        }
         Dtype::U8 if scale.dtype == Dtype::F8_E4M3 => {
-            return Ok((name, nvfp4(shards, base, (name, codes), (scale_name, scale), cols.is_none())?));
+            return nvfp4(shards, base, (name, codes), (scale_name, scale));
         }
         Dtype::I32 => {}
         other => {
@@ -141,52 +258,51 @@ fn packed<'a>(
         }
     }
     let (rows, words) = dimensions(shards, name, codes)?;
-    let shape_name = format!("{base}.weight_shape");
-    let Some((_, shape)) = shards.get(&shape_name) else {
-        return Err(shards.fail(&shape_name, "missing: packed weights need it"));
+    let Some(shape) = get("weight_shape") else {
+        return Err(shards.fail(&format!("{base}.weight_shape"), "missing: packed weights need it"));
     };
-    let data = cols.is_none();
     let cols = match cols {
         Some(cols) => cols,
-        None => match stored_shape(shards, shape) {
+        None => match stored_shape(shards, shape.1) {
             Some([r, c]) if r == rows as i64 && c > 0 => c as usize,
             found => {
-                return Err(shards.fail(&shape_name, format!("holds {found:?}, but the packed tensor has {rows} rows")));
+                return Err(shards.fail(shape.0, format!("holds {found:?}, but the packed tensor has {rows} rows")));
             }
         },
     };
+    let (zeros, order) = (get("weight_zero_point"), get("weight_g_idx"));
     let group = group(shards, scale_name, scale, rows, cols)?;
     let format = match (words.checked_mul(8), words.checked_mul(4)) {
-        (Some(c), _) if c == cols => Format::Int4(group),
-        (_, Some(c)) if c == cols => Format::Int8Offset(group),
+        (Some(c), _) if c == cols => match (zeros, order) {
+            (_, Some(_)) => Format::Int4Ordered(group),
+            (Some(_), None) => Format::Int4Asym(group),
+            (None, None) => Format::Int4(group),
+        },
+        (_, Some(c)) if c == cols => match (zeros, order) {
+            (_, Some(_)) => Format::Int8Ordered(group),
+            (Some(_), None) => Format::Int8Asym(group),
+            (None, None) => Format::Int8Offset(group),
+        },
         _ => {
             let what = format!("has rows of {words} words for {cols} columns: neither 4 nor 8 bits each");
             return Err(shards.fail(name, what));
         }
     };
-    let zeros_name = format!("{base}.weight_zero_point");
-    let Some((_, zeros)) = shards.get(&zeros_name) else {
-        return Ok((name, matrix(shards, format, (rows, cols), (name, codes), Some((scale_name, scale)))?));
-    };
-    let (format, bits) = match format {
-        Format::Int4(group) => (Format::Int4Asym(group), 4),
-        _ => (Format::Int8Asym(group), 8),
-    };
-    let groups = cols / group.cols(cols);
-    let words = [rows.div_ceil(32 / bits), groups];
-    if zeros.dtype != Dtype::I32 || zeros.shape != words {
-        let what = format!(
-            "is {:?} {:?}; zero points of {format} [{rows}, {cols}] are I32 {words:?}",
-            zeros.dtype, zeros.shape
-        );
-        return Err(shards.fail(&zeros_name, what));
+    for (tensor, want) in
+        [(zeros, vec![rows.div_ceil(32 / bits(format)), cols / group.cols(cols)]), (order, vec![cols])]
+    {
+        if let Some((name, t)) = tensor.filter(|(_, t)| t.dtype != Dtype::I32 || t.shape != want) {
+            let what = format!("is {:?} {:?}; that of {format} [{rows}, {cols}] is I32 {want:?}", t.dtype, t.shape);
+            return Err(shards.fail(name, what));
+        }
     }
-    let m = matrix(shards, format, (rows, cols), (name, codes), Some((scale_name, scale)))?;
-    if !data {
-        return Ok((name, m));
-    }
-    let zeros = unpack_rows(&shards.bytes(zeros), bits, rows, groups);
-    Ok((name, m.with_zero_points(zeros).map_err(|e| shards.fail(&zeros_name, e))?))
+    let m = matrix(shards, format, (rows, cols), (name, shards.bytes(codes)), Some((scale_name, scale)))?;
+    Ok(Linear::new(name, m, |matrix| Stored::Packed { matrix, zeros, order, shape }))
+}
+
+/// Bits of an integer format's codes.
+fn bits(format: Format) -> usize {
+    8 / format.block_cols()
 }
 
 /// Numbers `[rows, cols]` out of words `[ceil(rows * bits / 32), cols]` that each hold those of consecutive rows, the first one lowest.
@@ -201,10 +317,22 @@ fn unpack_rows(words: &[u8], bits: usize, rows: usize, cols: usize) -> Vec<i16> 
     out
 }
 
+pub fn i32s(bytes: &[u8]) -> Vec<i32> {
+    bytes.as_chunks().0.iter().map(|b| i32::from_le_bytes(*b)).collect()
+}
+
+/// Sets the groups of columns as a tensor lists them.
+pub fn with_column_groups(matrix: Matrix, groups: &[i32]) -> Result<Matrix, String> {
+    if let Some(k) = groups.iter().position(|&g| g < 0) {
+        return Err(format!("column {k} is of group {}", groups[k]));
+    }
+    matrix.with_column_groups(groups.iter().map(|&g| g as u32).collect())
+}
+
 /// E2M1 codes of two columns per byte, all dimensions but those of a row folded, with their E8M0 scales.
 ///
 /// `[…, N, K/2]` and `[…, N, K/32]`, or gpt-oss's `[…, N, K/32, 16]` and `[…, N, K/32]`.
-pub fn mxfp4(shards: &Shards, codes: (&str, &Tensor), scales: (&str, &Tensor)) -> Result<Matrix> {
+pub fn mxfp4(shards: &Shards, codes: Named<'_>, scales: Named<'_>) -> Result<Matrix> {
     let (rows, per_row) = dimensions(shards, scales.0, scales.1)?;
     let cols = per_row.checked_mul(mx::COLS).ok_or_else(|| shards.fail(scales.0, "is too large"))?;
     let lead = &scales.1.shape[..scales.1.shape.len().saturating_sub(1)];
@@ -215,11 +343,10 @@ pub fn mxfp4(shards: &Shards, codes: (&str, &Tensor), scales: (&str, &Tensor)) -
             return Err(shards.fail(scales.0, what));
         }
     }
-    matrix(shards, Format::Mxfp4, (rows, cols), codes, Some(scales))
+    matrix(shards, Format::Mxfp4, (rows, cols), (codes.0, shards.bytes(codes.1)), Some(scales))
 }
 
-/// The factor of the scales is in the data part of the file and read where `data` says so; until then it is 1.
-fn nvfp4(shards: &Shards, base: &str, codes: (&str, &Tensor), scales: (&str, &Tensor), data: bool) -> Result<Matrix> {
+fn nvfp4<'a>(shards: &'a Shards, base: &str, codes: Named<'a>, scales: Named<'a>) -> Result<Linear<'a>> {
     let (rows, bytes) = dimensions(shards, codes.0, codes.1)?;
     let cols = bytes.checked_mul(2).ok_or_else(|| shards.fail(codes.0, "is too large"))?;
     if scales.1.dtype != Dtype::F8_E4M3 || scales.1.shape != [rows, cols / mx::NV_COLS] {
@@ -232,20 +359,17 @@ fn nvfp4(shards: &Shards, base: &str, codes: (&str, &Tensor), scales: (&str, &Te
     }
     let named = |suffix: &str| format!("{base}.{suffix}");
     let (over, times) = (named("weight_global_scale"), named("weight_scale_2"));
-    let (name, global) = match (shards.get(&over), shards.get(&times)) {
-        (Some(t), None) | (None, Some(t)) => t,
+    let ((name, factor), global): (_, fn(f32) -> Global) = match (shards.get(&over), shards.get(&times)) {
+        (Some(t), None) => (t, Global::Over),
+        (None, Some(t)) => (t, Global::Times),
         (None, None) => return Err(shards.fail(&over, "missing: NVFP4 needs it, or `weight_scale_2`")),
         (Some((name, _)), Some(_)) => return Err(shards.fail(name, "`weight_scale_2` is there, too")),
     };
-    if global.dtype != Dtype::F32 || global.byte_len() != 4 {
-        return Err(shards.fail(name, format!("is {:?} {:?}, expected one F32", global.dtype, global.shape)));
+    if factor.dtype != Dtype::F32 || factor.byte_len() != 4 {
+        return Err(shards.fail(name, format!("is {:?} {:?}, expected one F32", factor.dtype, factor.shape)));
     }
-    let m = matrix(shards, Format::Nvfp4, (rows, cols), codes, Some(scales))?;
-    if !data {
-        return Ok(m);
-    }
-    let value = f32_at(&shards.bytes(global), 0);
-    Ok(m.with_global_scale(if name == times { Global::Times(value) } else { Global::Over(value) }))
+    let m = matrix(shards, Format::Nvfp4, (rows, cols), (codes.0, shards.bytes(codes.1)), Some(scales))?;
+    Ok(Linear::new(codes.0, m, |m| Stored::Factor(m, factor, global)))
 }
 
 /// Whether a tensor can be of E8M0 scales.
@@ -269,7 +393,7 @@ fn stored_shape(shards: &Shards, t: &Tensor) -> Option<[i64; 2]> {
 }
 
 /// The scales of the codes beside them, of the type that [`matrix`] will check.
-fn scales<'a>(shards: &'a Shards, base: &str, suffix: &str) -> Result<(&'a str, &'a Tensor)> {
+fn scales<'a>(shards: &'a Shards, base: &str, suffix: &str) -> Result<Named<'a>> {
     let name = format!("{base}.{suffix}");
     shards
         .get(&name)
@@ -290,31 +414,54 @@ fn group(shards: &Shards, name: &str, t: &Tensor, rows: usize, cols: usize) -> R
     }
 }
 
+/// The type of a tensor of scales.
+pub fn scale_type(shards: &Shards, (name, t): Named<'_>) -> Result<ScaleType> {
+    match t.dtype {
+        Dtype::F32 => Ok(ScaleType::F32),
+        Dtype::F16 => Ok(ScaleType::F16),
+        Dtype::BF16 => Ok(ScaleType::Bf16),
+        Dtype::F8_E8M0 | Dtype::U8 => Ok(ScaleType::E8m0),
+        Dtype::F8_E4M3 => Ok(ScaleType::E4m3),
+        other => {
+            Err(shards.fail(name, format!("has type {other:?}; scales of type F32, F16, BF16 and E8M0 are supported")))
+        }
+    }
+}
+
 fn matrix(
     shards: &Shards,
     format: Format,
     (rows, cols): (usize, usize),
-    (name, codes): (&str, &Tensor),
-    scales: Option<(&str, &Tensor)>,
+    (name, codes): (&str, Bytes),
+    scales: Option<Named<'_>>,
 ) -> Result<Matrix> {
     let scales = match scales {
         None => None,
-        Some((scale_name, t)) => {
-            let kind = match t.dtype {
-                Dtype::F32 => ScaleType::F32,
-                Dtype::F16 => ScaleType::F16,
-                Dtype::BF16 => ScaleType::Bf16,
-                Dtype::F8_E8M0 | Dtype::U8 => ScaleType::E8m0,
-                Dtype::F8_E4M3 => ScaleType::E4m3,
-                other => {
-                    let what = format!("has type {other:?}; scales of type F32, F16, BF16 and E8M0 are supported");
-                    return Err(shards.fail(scale_name, what));
-                }
-            };
-            Some((shards.bytes(t), kind))
-        }
+        Some(scales) => Some((shards.bytes(scales.1), scale_type(shards, scales)?)),
     };
-    Matrix::new(format, rows, cols, shards.bytes(codes), scales).map_err(|e| shards.fail(name, e))
+    Matrix::new(format, rows, cols, codes, scales).map_err(|e| shards.fail(name, e))
+}
+
+/// Outputs `first`, `first + step`, … (`count` of them) of an expert, out of a floating-point tensor `[experts, cols, tall]`.
+pub fn inputs_first(
+    shards: &Shards,
+    (name, t): Named<'_>,
+    expert: usize,
+    (tall, cols): (usize, usize),
+    outputs: (usize, usize, usize),
+) -> Result<Matrix> {
+    let Some(format) = plain_format(t.dtype) else {
+        return Err(shards.fail(name, format!("has type {:?}; F32, F16 and BF16 can be read", t.dtype)));
+    };
+    let bytes = shards.bytes(t);
+    let codes = if format == Format::F32 {
+        columns_to_rows(&bytes.as_chunks::<4>().0[expert * cols * tall..][..cols * tall], tall, outputs)
+            .into_flattened()
+    } else {
+        columns_to_rows(&bytes.as_chunks::<2>().0[expert * cols * tall..][..cols * tall], tall, outputs)
+            .into_flattened()
+    };
+    Matrix::new(format, outputs.2, cols, codes.into(), None).map_err(|e| shards.fail(name, e))
 }
 
 /// The format of a floating-point type.

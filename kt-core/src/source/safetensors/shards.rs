@@ -126,24 +126,16 @@ impl Shards {
 
     /// The content of a file of the checkpoint.
     pub fn read(&self, name: &str) -> Result<Option<Bytes>> {
-        if !is_plain(name) {
-            return Err(Error::file(&self.path, format!("`{name}` is not a plain file name")));
-        }
         match &self.files {
-            Files::Memory(map) => Ok(map.get(name).cloned()),
-            Files::Directory => match std::fs::read(self.path.join(name)) {
-                Ok(bytes) => Ok(Some(bytes.into())),
-                Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-                Err(source) => Err(Error::Io { path: self.path.join(name), source }),
-            },
+            Files::Memory(map) => Ok(map.get(plain_name(&self.path, name)?).cloned()),
+            Files::Directory => side_file(&self.path, name),
         }
     }
 
     /// A JSON file of the checkpoint.
     pub fn json(&self, name: &str) -> Result<Option<Value>> {
         let Some(bytes) = self.read(name)? else { return Ok(None) };
-        let parsed = serde_json::from_slice(&bytes);
-        parsed.map(Some).map_err(|e| Error::file(self.path.join(name), format!("not valid JSON: {e}")))
+        parsed(self.path.join(name), &bytes).map(Some)
     }
 
     /// The files that the index names, all of which must be there.
@@ -210,6 +202,28 @@ impl Shards {
         }
         self.shards.push(Shard { path, map });
         Ok(())
+    }
+}
+
+/// The content of a file in a directory, where it is there.
+pub fn side_file(dir: &Path, name: &str) -> Result<Option<Bytes>> {
+    let path = dir.join(plain_name(dir, name)?);
+    match std::fs::read(&path) {
+        Ok(bytes) => Ok(Some(bytes.into())),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(Error::Io { path, source }),
+    }
+}
+
+/// What JSON a file of a checkpoint holds.
+pub fn parsed(path: PathBuf, text: &[u8]) -> Result<Value> {
+    serde_json::from_slice(text).map_err(|e| Error::file(path, format!("not valid JSON: {e}")))
+}
+
+fn plain_name<'a>(dir: &Path, name: &'a str) -> Result<&'a str> {
+    match is_plain(name) {
+        true => Ok(name),
+        false => Err(Error::file(dir, format!("`{name}` is not a plain file name"))),
     }
 }
 
