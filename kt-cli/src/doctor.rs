@@ -141,34 +141,36 @@ fn tiers() -> Check {
     Check::ok("tiers", text)
 }
 
+/// Formats that experts come in: of the families with groups, the common one.
+pub(crate) const FORMATS: [Format; 24] = [
+    Format::F32,
+    Format::F16,
+    Format::Bf16,
+    Format::Fp8Block,
+    Format::Fp8Channel,
+    Format::Int8(Group::Row),
+    Format::Int4(Group::Of(32)),
+    Format::Int4Asym(Group::Of(32)),
+    Format::Mxfp4,
+    Format::Mxfp8,
+    Format::Nvfp4,
+    Format::Q8_0,
+    Format::Q4_0,
+    Format::Q4K,
+    Format::Q5K,
+    Format::Q6K,
+    Format::Q4_1,
+    Format::Q5_0,
+    Format::Q5_1,
+    Format::Q2K,
+    Format::Q3K,
+    Format::Iq4Nl,
+    Format::Iq4Xs,
+    Format::Mxfp4Ggml,
+];
+
 /// What each compiled-in backend would use for a plain layer of some formats.
 fn backends(candidates: Vec<kt::Candidate>) -> Vec<Check> {
-    let formats = [
-        Format::F32,
-        Format::F16,
-        Format::Bf16,
-        Format::Fp8Block,
-        Format::Fp8Channel,
-        Format::Int8(Group::Row),
-        Format::Int4(Group::Of(32)),
-        Format::Int4Asym(Group::Of(32)),
-        Format::Mxfp4,
-        Format::Mxfp8,
-        Format::Nvfp4,
-        Format::Q8_0,
-        Format::Q4_0,
-        Format::Q4K,
-        Format::Q5K,
-        Format::Q6K,
-        Format::Q4_1,
-        Format::Q5_0,
-        Format::Q5_1,
-        Format::Q2K,
-        Format::Q3K,
-        Format::Iq4Nl,
-        Format::Iq4Xs,
-        Format::Mxfp4Ggml,
-    ];
     let describe = |candidate: kt::Candidate| {
         let backend = match candidate.backend {
             Ok(backend) => backend,
@@ -183,7 +185,7 @@ fn backends(candidates: Vec<kt::Candidate>) -> Vec<Check> {
         // Formats by the tier that would run them; tiers in the order of their first format.
         let mut by_tier: Vec<(String, Vec<String>)> = Vec::new();
         let mut declined = Vec::new();
-        for format in formats {
+        for format in FORMATS {
             match backend.probe(&example_layer(format)) {
                 Err(_) => declined.push(format.to_string()),
                 Ok(fit) => match by_tier.iter_mut().find(|(tier, _)| *tier == fit.tier) {
