@@ -17,6 +17,7 @@ use std::ops::Deref;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use kt::cpu::input::InputLayout;
 use kt::cpu::memory::zeroed_pages;
 use kt::cpu::tier::Tier;
 
@@ -33,6 +34,10 @@ const STRETCHES: usize = 40;
 const STRETCH: Duration = Duration::from_millis(3);
 /// Until the clock frequency has settled.
 const WARM_UP: Duration = Duration::from_millis(30);
+/// The same for [`Meter::moment`], which is called while the machine is at work already.
+const MOMENT_WINDOWS: usize = 20;
+const MOMENT_STRETCHES: usize = 8;
+const MOMENT_WARM_UP: Duration = Duration::from_millis(4);
 /// Rounds of a peak loop between two looks at the clock: about 50 microseconds.
 const ROUNDS: u64 = 20_000;
 /// Bytes that the read bandwidth is measured over, where memory allows.
@@ -116,19 +121,6 @@ impl Limits {
             "f32_tera_op_per_s": peak(&self.f32),
         })
     }
-
-    /// The higher of two measurements, limit by limit: what is done between them could have had at least that.
-    pub fn higher(self, other: Limits) -> Limits {
-        let measured = |a: Measured, b: Measured| if a.median >= b.median { a } else { b };
-        let peak = |a: Peak, b: Peak| if a.tera.median >= b.tera.median { a } else { b };
-        Limits {
-            read_gb_per_s: measured(self.read_gb_per_s, other.read_gb_per_s),
-            int8: peak(self.int8, other.int8),
-            bf16: peak(self.bf16, other.bf16),
-            f32: peak(self.f32, other.f32),
-            ..self
-        }
-    }
 }
 
 /// Keeps the calling thread on one CPU; where the system refuses, it runs wherever it is put.
@@ -144,6 +136,46 @@ fn stay_on(cpus: &[usize], thread: usize) {
     }
     #[cfg(not(target_os = "linux"))]
     let _ = (cpus, thread);
+}
+
+/// What is multiplied with what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Factors {
+    /// int8 with int8.
+    Int8,
+    /// bf16 with bf16.
+    Bf16,
+    /// F32 with F32.
+    F32,
+}
+
+impl Factors {
+    /// What a kernel multiplies whose inputs are rounded like this.
+    pub fn of(inputs: InputLayout) -> Factors {
+        match inputs {
+            InputLayout::F32 => Factors::F32,
+            InputLayout::Bf16 => Factors::Bf16,
+            InputLayout::Int8 { .. } => Factors::Int8,
+        }
+    }
+
+    /// Name of the limit.
+    pub fn peak_name(self) -> &'static str {
+        match self {
+            Factors::Int8 => "int8 peak",
+            Factors::Bf16 => "bf16 peak",
+            Factors::F32 => "f32 peak",
+        }
+    }
+}
+
+/// The two limits of one kernel at one moment.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Moment {
+    /// Read bandwidth in 10^9 bytes per second.
+    pub read_gb_per_s: f64,
+    /// Multiply-adds in 10^12 operations per second, two each.
+    pub tera_op_per_s: f64,
 }
 
 /// Measures [`Limits`], as often as asked, over memory that it keeps.
@@ -182,15 +214,32 @@ impl Meter {
     pub fn measure(&self) -> Limits {
         let loops = Peaks::detect(self.cap);
         // On a CPU without narrow multiply-adds the three are one loop; measured once, they also agree.
-        let f32 = self.peak(loops.f32);
-        let or_f32 = |l: Loop| if l.instruction == loops.f32.instruction { f32 } else { self.peak(l) };
+        let peak = |l| self.peak(l, WARM_UP, STRETCHES);
+        let f32 = peak(loops.f32);
+        let or_f32 = |l: Loop| if l.instruction == loops.f32.instruction { f32 } else { peak(l) };
+        let windows = PASSES * (self.slice / WINDOW_BYTES.min(self.slice));
         Limits {
             threads: self.threads,
             read_bytes: self.map.len() as u64,
-            read_gb_per_s: self.read_bandwidth(),
+            read_gb_per_s: self.read_bandwidth(windows),
             int8: or_f32(loops.int8),
             bf16: or_f32(loops.bf16),
             f32,
+        }
+    }
+
+    /// Measures the read bandwidth and one peak in some 50 milliseconds times `effort`: less exact, to be repeated.
+    pub fn moment(&self, factors: Factors, effort: f64) -> Moment {
+        let some = |n: usize| (n as f64 * effort).ceil().max(1.0) as usize;
+        let loops = Peaks::detect(self.cap);
+        let peak = match factors {
+            Factors::Int8 => loops.int8,
+            Factors::Bf16 => loops.bf16,
+            Factors::F32 => loops.f32,
+        };
+        Moment {
+            read_gb_per_s: self.read_bandwidth(some(MOMENT_WINDOWS)).median,
+            tera_op_per_s: self.peak(peak, MOMENT_WARM_UP, some(MOMENT_STRETCHES)).tera.median,
         }
     }
 
@@ -209,10 +258,9 @@ impl Meter {
         })
     }
 
-    fn read_bandwidth(&self) -> Measured {
+    fn read_bandwidth(&self, windows: usize) -> Measured {
         let read = reader(self.cap);
         let window = WINDOW_BYTES.min(self.slice);
-        let windows = PASSES * (self.slice / window);
         // Chunks taken so far, of each thread's part of each window.
         let taken: Vec<AtomicUsize> = (0..windows * self.threads).map(|_| AtomicUsize::new(0)).collect();
         let gate = Gate::default();
@@ -242,17 +290,17 @@ impl Meter {
         Measured::of((0..windows).map(rate).collect())
     }
 
-    fn peak(&self, each: Loop) -> Peak {
+    fn peak(&self, each: Loop, warm_up: Duration, stretches: usize) -> Peak {
         let gate = Gate::default();
         let rates = self.on_all(|_| {
-            each.stretch(WARM_UP);
+            each.stretch(warm_up);
             let one = |w: usize| {
                 gate.pass(self.threads, w);
                 each.stretch(STRETCH)
             };
-            (0..STRETCHES).map(one).collect::<Vec<f64>>()
+            (0..stretches).map(one).collect::<Vec<f64>>()
         });
-        let tera = Measured::of((0..STRETCHES).map(|w| rates.iter().map(|r| r[w]).sum::<f64>() * 1e-12).collect());
+        let tera = Measured::of((0..stretches).map(|w| rates.iter().map(|r| r[w]).sum::<f64>() * 1e-12).collect());
         Peak { tera, instruction: each.instruction }
     }
 }
@@ -549,12 +597,13 @@ mod tests {
     }
 
     #[test]
-    fn the_higher_limits_are_taken_one_by_one() {
-        let a = Meter::new(1, &[], 1 << 20, Tier::Portable).unwrap().measure();
-        let mut b = a.clone();
-        b.read_gb_per_s.median *= 2.0;
-        b.f32.tera.median /= 2.0;
-        let both = a.clone().higher(b.clone());
-        assert_eq!((both.read_gb_per_s, both.f32), (b.read_gb_per_s, a.f32));
+    fn a_moment_sees_what_a_measurement_sees() {
+        let meter = Meter::new(1, &[], 64 << 20, Tier::Amx).unwrap();
+        let (all, int8, f32) = (meter.measure(), meter.moment(Factors::Int8, 1.0), meter.moment(Factors::F32, 0.1));
+        // Other processes may take half of the machine at any time, and no more of it than the other half comes out.
+        let near = |a: f64, b: f64| assert!(a > 0.2 * b && b > 0.2 * a, "{a} {b}");
+        near(int8.read_gb_per_s, all.read_gb_per_s.best);
+        near(int8.tera_op_per_s, all.int8.tera.best);
+        near(f32.tera_op_per_s, all.f32.tera.best);
     }
 }
