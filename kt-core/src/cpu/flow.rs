@@ -409,15 +409,21 @@ impl<K: Kernel> BankInner<K> {
         let pieces = Pieces::new(h, lengths);
         let threads = region.threads();
         let call = CALLS.fetch_add(1, Ordering::Relaxed) + 1;
-        region.run(chunks.len() * blocks, |task, scratch| {
-            let (chunk, block) = (&chunks[task / blocks], task % blocks);
-            let outputs = block * BLOCK..self.intermediate.min((block + 1) * BLOCK);
-            let of = (call, task / blocks);
-            let tokens = &row_tokens[chunk.rows.clone()];
-            // The other threads probably take the tasks in between.
-            let next = task + threads;
-            let next = chunks.get(next / blocks).map(|chunk| (&self.experts[chunk.expert], next % blocks * BLOCK));
-            self.gate_up((chunk, of), (outputs, next), [gate_x, up_x], tokens, pieces.take(task), scratch);
+        // With experts enough for all threads, each does all blocks of one, whose rows then stay in its cache.
+        let together = if chunks.len() >= 8 * threads { blocks } else { 1 };
+        let parts = chunks.len() * blocks;
+        region.run(parts / together, |task, scratch| {
+            for part in task * together..(task + 1) * together {
+                let (chunk, block) = (&chunks[part / blocks], part % blocks);
+                let outputs = block * BLOCK..self.intermediate.min((block + 1) * BLOCK);
+                let of = (call, part / blocks);
+                let tokens = &row_tokens[chunk.rows.clone()];
+                // The other threads probably take the tasks in between.
+                let next =
+                    if (part + 1).is_multiple_of(together) { part + 1 + (threads - 1) * together } else { part + 1 };
+                let next = chunks.get(next / blocks).map(|chunk| (&self.experts[chunk.expert], next % blocks * BLOCK));
+                self.gate_up((chunk, of), (outputs, next), [gate_x, up_x], tokens, pieces.take(part), scratch);
+            }
         });
         drop(pieces);
 
