@@ -167,6 +167,15 @@ fn backends(candidates: Vec<kt::Candidate>) -> Vec<Check> {
         Format::Q3K,
         Format::Iq4Nl,
         Format::Iq4Xs,
+        Format::Iq2Xxs,
+        Format::Iq2Xs,
+        Format::Iq2S,
+        Format::Iq3Xxs,
+        Format::Iq3S,
+        Format::Iq1S,
+        Format::Iq1M,
+        Format::Tq1_0,
+        Format::Tq2_0,
         Format::Mxfp4Ggml,
     ];
     let describe = |candidate: kt::Candidate| {

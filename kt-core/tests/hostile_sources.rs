@@ -871,7 +871,7 @@ fn gguf_tensors_that_cannot_be_are_named() {
     refuse(&|t| t.1 = vec![32, 64], &["three"]);
     refuse(&|t| t.2 = 99, &["type 99"]);
     refuse(&|t| t.2 = 31, &["Q4_0_4_4"]);
-    refuse(&|t| t.2 = 24, &["I8", "not supported yet"]);
+    refuse(&|t| t.2 = 24, &["I8", "convert"]);
     refuse(&|t| t.2 = 21, &["IQ3_S", "blocks of 256"]);
     refused(Gguf::model().entry(UP, |t| t.0 = "other".into()).open(), &["file.gguf", UP, "missing"]);
     let gate = "blk.0.ffn_gate_exps.weight";
@@ -890,9 +890,18 @@ fn gguf_tensors_that_cannot_be_are_named() {
         (12, "Q4_K"),
         (13, "Q5_K"),
         (14, "Q6_K"),
+        (16, "IQ2_XXS"),
+        (17, "IQ2_XS"),
+        (18, "IQ3_XXS"),
+        (19, "IQ1_S"),
         (20, "IQ4_NL"),
+        (21, "IQ3_S"),
+        (22, "IQ2_S"),
         (23, "IQ4_XS"),
+        (29, "IQ1_M"),
         (30, "BF16"),
+        (34, "TQ1_0"),
+        (35, "TQ2_0"),
         (39, "MXFP4-ggml"),
     ] {
         let want: kt_core::Format = format.parse().unwrap();
@@ -905,7 +914,7 @@ fn gguf_tensors_that_cannot_be_are_named() {
 
     // A type that is not decoded matters only when it is asked for.
     let source = Gguf::model().entry("output_norm.weight", |t| t.2 = 24).open().unwrap();
-    refused(source.tensor("output_norm.weight"), &["file.gguf", "output_norm.weight", "I8", "not supported yet"]);
+    refused(source.tensor("output_norm.weight"), &["file.gguf", "output_norm.weight", "I8", "convert"]);
     refused(source.tensor("no.such"), &["file.gguf", "no.such", "missing"]);
     refused(source.matrix(0, 2, Proj::Up), &["file.gguf", "expert 2"]);
     refused(source.matrix(1, 0, Proj::Up), &["file.gguf", "layer 1"]);

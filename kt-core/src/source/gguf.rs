@@ -169,7 +169,7 @@ impl GgufSource {
     fn format(&self, name: &str, t: &Tensor) -> Result<Format> {
         t.kind.format().ok_or_else(|| {
             let what =
-                "which is not supported yet; F32, F16, BF16, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS and MXFP4 are";
+                "which holds no weights that can be read; convert it to F32, F16, BF16, a Q, IQ or TQ type, or MXFP4";
             self.fail(name, format!("has type {}, {what}", t.kind.name))
         })
     }

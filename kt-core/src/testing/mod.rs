@@ -59,7 +59,7 @@ impl Random {
 }
 
 /// Every format that this build knows, with the group sizes that checkpoints use.
-pub const FORMATS: [Format; 32] = [
+pub const FORMATS: [Format; 41] = [
     Format::F32,
     Format::F16,
     Format::Bf16,
@@ -91,6 +91,15 @@ pub const FORMATS: [Format; 32] = [
     Format::Q3K,
     Format::Iq4Nl,
     Format::Iq4Xs,
+    Format::Iq2Xxs,
+    Format::Iq2Xs,
+    Format::Iq2S,
+    Format::Iq3Xxs,
+    Format::Iq3S,
+    Format::Iq1S,
+    Format::Iq1M,
+    Format::Tq1_0,
+    Format::Tq2_0,
     Format::Mxfp4Ggml,
 ];
 
