@@ -1,7 +1,7 @@
 //! Writes small GGUF files, right or wrong.
 
 use kt_core::source::gguf::GgufSource;
-use kt_core::{Proj, Result};
+use kt_core::{Format, Proj, Result};
 
 pub const HIDDEN: usize = 32;
 pub const INTERMEDIATE: usize = 64;
@@ -32,15 +32,52 @@ pub struct Gguf {
     pub counts: [Option<u64>; 2],
 }
 
-pub const Q8_0: u32 = 8;
+/// Number and format of every type that holds weights.
+pub const TYPES: [(u32, Format); 25] = [
+    (0, Format::F32),
+    (1, Format::F16),
+    (2, Format::Q4_0),
+    (3, Format::Q4_1),
+    (6, Format::Q5_0),
+    (7, Format::Q5_1),
+    (8, Format::Q8_0),
+    (10, Format::Q2K),
+    (11, Format::Q3K),
+    (12, Format::Q4K),
+    (13, Format::Q5K),
+    (14, Format::Q6K),
+    (16, Format::Iq2Xxs),
+    (17, Format::Iq2Xs),
+    (18, Format::Iq3Xxs),
+    (19, Format::Iq1S),
+    (20, Format::Iq4Nl),
+    (21, Format::Iq3S),
+    (22, Format::Iq2S),
+    (23, Format::Iq4Xs),
+    (29, Format::Iq1M),
+    (30, Format::Bf16),
+    (34, Format::Tq1_0),
+    (35, Format::Tq2_0),
+    (39, Format::Mxfp4Ggml),
+];
+
+/// The number of a format's type.
+pub fn type_id(format: Format) -> u32 {
+    TYPES.iter().find(|t| t.1 == format).unwrap().0
+}
+
+const Q8_0: u32 = 8;
 
 impl Gguf {
+    /// An architecture without anything else.
+    pub fn of(architecture: &str) -> Gguf {
+        let g = Gguf { version: 3, pairs: vec![], tensors: vec![], data: vec![], counts: [None; 2] };
+        g.text("general.architecture", architecture)
+    }
+
     /// A model of one layer whose experts are Q8_0.
     pub fn model() -> Gguf {
-        let mut g = Gguf { version: 3, pairs: vec![], tensors: vec![], data: vec![], counts: [None; 2] };
-        let mut name = Vec::new();
-        text(&mut name, "qwen3moe");
-        g.pairs.push(("general.architecture".into(), 8, name));
+        let mut g = Gguf::of("qwen3moe");
         for (key, value) in
             [("block_count", 1), ("embedding_length", HIDDEN), ("expert_count", EXPERTS), ("expert_used_count", 1)]
         {
@@ -53,6 +90,12 @@ impl Gguf {
             g.tensor(&format!("blk.0.ffn_{}_exps.weight", proj.name()), &ne, Q8_0, EXPERTS * rows * cols / 32 * 34);
         }
         g
+    }
+
+    /// Adds a tensor of a format.
+    pub fn weights(&mut self, name: &str, ne: &[usize], format: Format, bytes: &[u8]) {
+        let ne: Vec<u64> = ne.iter().map(|&n| n as u64).collect();
+        self.put(name, &ne, type_id(format), bytes);
     }
 
     /// Adds a tensor of zeros.
@@ -76,6 +119,20 @@ impl Gguf {
 
     pub fn uint(self, key: &str, value: u32) -> Gguf {
         self.pair(key, 4, value.to_le_bytes().to_vec())
+    }
+
+    pub fn float(self, key: &str, value: f32) -> Gguf {
+        self.pair(key, 6, value.to_le_bytes().to_vec())
+    }
+
+    pub fn flag(self, key: &str, value: bool) -> Gguf {
+        self.pair(key, 7, vec![value.into()])
+    }
+
+    pub fn text(self, key: &str, value: &str) -> Gguf {
+        let mut bytes = Vec::new();
+        text(&mut bytes, value);
+        self.pair(key, 8, bytes)
     }
 
     pub fn without_pair(mut self, key: &str) -> Gguf {
