@@ -170,8 +170,7 @@ impl GgufSource {
 
     fn format(&self, name: &str, t: &Tensor) -> Result<Format> {
         t.kind.format().ok_or_else(|| {
-            let what =
-                "which holds no weights that can be read; convert it to F32, F16, BF16, a Q, IQ or TQ type, or MXFP4";
+            let what = "which is not decoded here; convert it to F32, F16, BF16, a Q, IQ or TQ type, or MXFP4";
             self.fail(name, format!("has type {}, {what}", t.kind.name))
         })
     }
