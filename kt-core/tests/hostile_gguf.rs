@@ -120,8 +120,8 @@ fn gguf_tensors_that_cannot_be_are_named() {
     refuse(&|t| t.2 = 99, &["type 99"]);
     refuse(&|t| t.2 = 31, &["Q4_0_4_4"]);
     refuse(&|t| t.2 = 24, &["I8", "convert"]);
-    refuse(&|t| (t.1[0], t.2) = (64, 40), &["NVFP4", "convert"]);
-    refuse(&|t| (t.1[0], t.2) = (128, 41), &["Q1_0", "convert"]);
+    refuse(&|t| (t.1, t.2) = (vec![64, 1, 1], 40), &["NVFP4", "convert"]);
+    refuse(&|t| (t.1, t.2) = (vec![128, 1, 1], 41), &["Q1_0", "convert"]);
     refuse(&|t| t.2 = 21, &["IQ3_S", "blocks of 256"]);
     refused(Gguf::model().entry(UP, |t| t.0 = "other".into()).open(), &["file.gguf", UP, "missing"]);
     let gate = "blk.0.ffn_gate_exps.weight";
