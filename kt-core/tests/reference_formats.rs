@@ -275,7 +275,7 @@ fn gguf_blocks_decode_as_the_gguf_package_decodes_them() {
     let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
     let formats: Vec<Format> =
         ALL.into_iter().filter(|f| f.scale_shape(1, 256).is_none() && f.block_cols() >= 32).collect();
-    assert_eq!(tensors.len(), 2 * formats.len());
+    assert_eq!(tensors.len(), 2 * formats.len() + 6);
     for format in formats {
         let name = format.to_string().replace("-ggml", "");
         let tensor = |what: &str| tensors.tensor(&format!("{name}.{what}")).unwrap();
@@ -292,6 +292,32 @@ fn gguf_blocks_decode_as_the_gguf_package_decodes_them() {
                 assert_eq!(got.to_bits(), want.to_bits(), "{format}, value {i}: {got} is not {want}");
             }
         }
+    }
+}
+
+#[test]
+fn grids_have_the_points_of_the_gguf_package() {
+    use kt_core::format::ggml::{
+        IQ1_GRID, IQ2_S_GRID, IQ2_XS_GRID, IQ2_XXS_GRID, IQ3_S_GRID, IQ3_XXS_GRID, even_signs,
+    };
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/ggml_blocks.safetensors");
+    let file = std::fs::read(path).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+    for (name, points) in [
+        ("IQ2_XXS", IQ2_XXS_GRID.as_flattened()),
+        ("IQ2_XS", IQ2_XS_GRID.as_flattened()),
+        ("IQ2_S", IQ2_S_GRID.as_flattened()),
+        ("IQ3_XXS", IQ3_XXS_GRID.as_flattened()),
+        ("IQ3_S", IQ3_S_GRID.as_flattened()),
+        ("IQ1_S", IQ1_GRID.as_flattened()),
+    ] {
+        let want = tensors.tensor(&format!("{name}.grid")).unwrap();
+        let want: Vec<i8> = want.data().iter().map(|&b| b as i8).collect();
+        assert_eq!(points, want, "{name}");
+    }
+    for bits in 0..128 {
+        let signs = even_signs(bits);
+        assert!(signs & 127 == bits as u8 && signs.count_ones().is_multiple_of(2));
     }
 }
 

@@ -8,6 +8,7 @@ use kt_core::activation::Activation;
 use kt_core::cpu::input::{InputLayout, Inputs};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
 use kt_core::cpu::tier::Tier;
+use kt_core::format::ggml;
 use kt_core::{Format, Matrix, Unsupported};
 
 #[cfg(target_arch = "x86_64")]
@@ -95,17 +96,9 @@ impl Kernel for Llamafile {
             (Format::Q8_0 | Format::Q4_0 | Format::Q5_0 | Format::Q4K | Format::Q6K, false) => {
                 Ok((INPUTS, "GGUF blocks in place, byte multiply-add"))
             }
-            (
-                Format::Q4_1
-                | Format::Q5_1
-                | Format::Q2K
-                | Format::Q3K
-                | Format::Q5K
-                | Format::Iq4Nl
-                | Format::Iq4Xs
-                | Format::Mxfp4Ggml,
-                _,
-            ) => Err(Unsupported::new(format!("{format} is not native yet; runs on the portable kernel"))),
+            _ if ggml::block(format).is_some() => {
+                Err(Unsupported::new(format!("{format} is not native yet; runs on the portable kernel")))
+            }
             _ => Err(Unsupported::new(format!(
                 "{format} is not a GGUF block format; this backend runs Q8_0, Q4_0, Q5_0, Q4_K and Q6_K"
             ))),

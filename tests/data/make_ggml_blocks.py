@@ -5,6 +5,7 @@
 
 `TYPE.blocks` (U8, [blocks, bytes per block]) are random bytes with finite scales, and, for types that the package can
 encode, blocks of encoded normal values; `TYPE.values` (F32, [blocks, values per block]) is what they decode to.
+`TYPE.grid` (I8) are the points that IQ1 to IQ3 blocks number.
 """
 
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from safetensors.numpy import save_file
 
-# Where F16 scales are in a block; MXFP4 has an exponent byte at 0 instead.
+# Where F16 scales are in a block; MXFP4 has an exponent byte at 0 instead, IQ1_M's scale lies in pieces.
 SCALES = {
     "Q4_0": [0],
     "Q4_1": [0, 2],
@@ -28,7 +29,17 @@ SCALES = {
     "IQ4_NL": [0],
     "IQ4_XS": [0],
     "MXFP4": [],
+    "IQ2_XXS": [0],
+    "IQ2_XS": [0],
+    "IQ2_S": [0],
+    "IQ3_XXS": [0],
+    "IQ3_S": [0],
+    "IQ1_S": [0],
+    "IQ1_M": [],
+    "TQ1_0": [52],
+    "TQ2_0": [64],
 }
+GRIDS = ["IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S"]
 
 
 def main():
@@ -47,6 +58,9 @@ def main():
             # The ends of the exponent's range too; 6 * 2^(253 - 127) would overflow.
             blocks[:, 0] = rng.integers(100, 150, count)
             blocks[:4, 0] = [0, 1, 2, 252]
+        if name == "IQ1_M":
+            # The exponent's highest bits are bits 4 to 6 of the last byte; an exponent below 16 is finite.
+            blocks[:, 55] &= 0xBF
         try:
             values = rng.standard_normal((count // 2, cols)).astype(np.float32)
             blocks = np.concatenate([blocks, quants.quantize(values, kind).reshape(-1, size)])
@@ -54,6 +68,10 @@ def main():
             pass
         tensors[f"{name}.blocks"] = blocks
         tensors[f"{name}.values"] = quants.dequantize(blocks, kind).astype(np.float32).reshape(len(blocks), cols)
+    for name in GRIDS:
+        kind = getattr(quants, name)
+        kind.init_grid()
+        tensors[f"{name}.grid"] = kind.grid.astype(np.int8).reshape(kind.grid_shape)
     save_file(tensors, Path(__file__).with_name("ggml_blocks.safetensors"))
 
 

@@ -276,6 +276,21 @@ impl Keys<'_> {
         }
     }
 
+    /// Number of layers; GGUF counts those of multi-token prediction with them, which are not run.
+    ///
+    /// # Errors
+    /// The key is missing or wrong, or no layer is left.
+    pub fn layers(&self) -> Result<usize> {
+        let key = ("num_hidden_layers", "block_count");
+        let extra = self.optional_count(("", "nextn_predict_layers"))?.unwrap_or(0);
+        match self.count(key)?.checked_sub(extra).filter(|&n| n > 0) {
+            Some(n) => Ok(n),
+            None => {
+                Err(self.wrong(key, &format!("counts no layer beyond the {extra} of multi-token prediction")).into())
+            }
+        }
+    }
+
     /// A finite number, where the key is there and not null.
     ///
     /// # Errors

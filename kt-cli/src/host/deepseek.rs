@@ -34,7 +34,7 @@ pub(super) fn config(keys: &Keys<'_>) -> Result<ModelConfig> {
     let interleaved = keys.flag(("rope_interleave", "")).unwrap_or(true);
     Ok(ModelConfig {
         family: keys.family(),
-        layers: keys.count(("num_hidden_layers", "block_count"))?,
+        layers: keys.layers()?,
         hidden: keys.count(("hidden_size", "embedding_length"))?,
         heads: keys.count(("num_attention_heads", "attention.head_count"))?,
         attention: Attention::Latent {

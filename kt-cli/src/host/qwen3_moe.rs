@@ -27,7 +27,7 @@ pub(super) fn config(keys: &Keys<'_>) -> Result<ModelConfig> {
     }
     Ok(ModelConfig {
         family: keys.family(),
-        layers: keys.count(("num_hidden_layers", "block_count"))?,
+        layers: keys.layers()?,
         hidden,
         heads,
         attention: Attention::Grouped { kv_heads, head_dim },

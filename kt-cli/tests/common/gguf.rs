@@ -85,7 +85,7 @@ pub fn write_deepseek2(source: &dyn WeightSource, path: &Path, options: Options)
     pairs.text("general.name", "converted");
     let key = |name: &str| format!("deepseek2.{name}");
     for (name, value) in [
-        ("block_count", layers),
+        ("block_count", layers + usize::from(options.split)),
         ("context_length", int("max_position_embeddings")),
         ("embedding_length", int("hidden_size")),
         ("feed_forward_length", int("intermediate_size")),
@@ -111,6 +111,8 @@ pub fn write_deepseek2(source: &dyn WeightSource, path: &Path, options: Options)
         pairs.uint(&key(name), value);
     }
     if options.split {
+        // Newer files count layers of multi-token prediction too, whether or not they hold them.
+        pairs.uint(&key("nextn_predict_layers"), 1);
         pairs.uint(&key("attention.key_length"), lora + rope);
         pairs.uint(&key("attention.value_length"), lora);
         pairs.uint(&key("attention.key_length_mla"), nope + rope);

@@ -4,8 +4,6 @@
 //! cheap, reference-counted handle on its encoded bytes (usually a slice of a memory map). Each family of encodings has
 //! a file of its own with its decoder; a new format is one arm of [`Format`] and one decoder: it then runs everywhere
 //! through decoding, and natively where a kernel accepts it.
-//!
-//! Not here yet: GGUF's IQ1 to IQ3, TQ1 and TQ2 (`ggml`).
 
 pub mod float;
 pub mod fp8;
@@ -95,6 +93,24 @@ pub enum Format {
     Iq4Nl,
     /// GGUF: 256 columns in 8 groups with 6-bit scales, codes as IQ4_NL.
     Iq4Xs,
+    /// GGUF: 256 columns in 8 groups with 4-bit scales; eight columns are one of 256 points, with signs.
+    Iq2Xxs,
+    /// GGUF: 256 columns in 16 groups with 4-bit scales; eight columns are one of 512 points, with signs.
+    Iq2Xs,
+    /// GGUF: as IQ2_XS, of 1024 points.
+    Iq2S,
+    /// GGUF: 256 columns in 8 groups with 4-bit scales; four columns are one of 256 points, with signs.
+    Iq3Xxs,
+    /// GGUF: as IQ3_XXS, of 512 points.
+    Iq3S,
+    /// GGUF: 256 columns in 8 groups with 3-bit scales; eight columns are one of 2048 points of -1, 0 and 1, moved by an eighth.
+    Iq1S,
+    /// GGUF: as IQ1_S, in 16 groups.
+    Iq1M,
+    /// GGUF: 256 columns of -1, 0 and 1, five to a byte, one F16 scale.
+    Tq1_0,
+    /// GGUF: as TQ1_0, four to a byte.
+    Tq2_0,
     /// GGUF's MXFP4: 32 columns, their power-of-two scale in front of their E2M1 nibbles.
     Mxfp4Ggml,
 }
@@ -128,6 +144,15 @@ impl fmt::Display for Format {
             Format::Q3K => "Q3_K",
             Format::Iq4Nl => "IQ4_NL",
             Format::Iq4Xs => "IQ4_XS",
+            Format::Iq2Xxs => "IQ2_XXS",
+            Format::Iq2Xs => "IQ2_XS",
+            Format::Iq2S => "IQ2_S",
+            Format::Iq3Xxs => "IQ3_XXS",
+            Format::Iq3S => "IQ3_S",
+            Format::Iq1S => "IQ1_S",
+            Format::Iq1M => "IQ1_M",
+            Format::Tq1_0 => "TQ1_0",
+            Format::Tq2_0 => "TQ2_0",
             Format::Mxfp4Ggml => "MXFP4-ggml",
             // Integers: named above.
             _ => "",
@@ -182,11 +207,21 @@ impl std::str::FromStr for Format {
             "q3-k" => Format::Q3K,
             "iq4-nl" => Format::Iq4Nl,
             "iq4-xs" => Format::Iq4Xs,
+            "iq2-xxs" => Format::Iq2Xxs,
+            "iq2-xs" => Format::Iq2Xs,
+            "iq2-s" => Format::Iq2S,
+            "iq3-xxs" => Format::Iq3Xxs,
+            "iq3-s" => Format::Iq3S,
+            "iq1-s" => Format::Iq1S,
+            "iq1-m" => Format::Iq1M,
+            "tq1-0" => Format::Tq1_0,
+            "tq2-0" => Format::Tq2_0,
             "mxfp4-ggml" => Format::Mxfp4Ggml,
             _ => {
                 return Err(crate::Unsupported::new(format!(
                     "unknown format `{s}`; known are f32 f16 bf16 fp8-block fp8-channel mxfp4 mxfp8 nvfp4 q8_0 q4_0 q4_1 q5_0 \
-                     q5_1 q2_k q3_k q4_k q5_k q6_k iq4_nl iq4_xs mxfp4-ggml; int8 int4 int8-asym int4-asym int8-ordered \
+                     q5_1 q2_k q3_k q4_k q5_k q6_k iq4_nl iq4_xs iq2_xxs iq2_xs iq2_s \
+                     iq3_xxs iq3_s iq1_s iq1_m tq1_0 tq2_0 mxfp4-ggml; int8 int4 int8-asym int4-asym int8-ordered \
                      int4-ordered int8-offset, each with -gN (groups of N columns) or -channel"
                 )));
             }
@@ -208,7 +243,7 @@ const INTEGERS: [(&str, WithGroup); 7] = [
 ];
 
 /// Every format that this build knows, those with groups in sizes that checkpoints use: what tests and listings go through.
-pub const ALL: [Format; 41] = [
+pub const ALL: [Format; 50] = [
     Format::F32,
     Format::F16,
     Format::Bf16,
@@ -249,6 +284,15 @@ pub const ALL: [Format; 41] = [
     Format::Q3K,
     Format::Iq4Nl,
     Format::Iq4Xs,
+    Format::Iq2Xxs,
+    Format::Iq2Xs,
+    Format::Iq2S,
+    Format::Iq3Xxs,
+    Format::Iq3S,
+    Format::Iq1S,
+    Format::Iq1M,
+    Format::Tq1_0,
+    Format::Tq2_0,
     Format::Mxfp4Ggml,
 ];
 

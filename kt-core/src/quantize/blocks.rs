@@ -242,3 +242,34 @@ pub(super) fn iq4_xs(values: &[f32; K_COLS], block: &mut [u8; IQ4_XS_BYTES]) {
     block[2..8].copy_from_slice(&iq4_xs_pack_scales(&scales));
     iq4_xs_pack_codes(&codes, block);
 }
+
+/// The scale of ternary codes that leaves the smallest error, and the codes, which are one more than their values: the largest
+/// values become the scale with their signs, the others 0.
+fn ternary(values: &[f32; K_COLS]) -> ([u8; 2], [u8; K_COLS]) {
+    let mut sizes = values.map(f32::abs);
+    sizes.sort_unstable_by(|a, b| b.total_cmp(a));
+    // With the `count` largest ones, their mean is the best scale, and takes `sum * sum / count` off the squared error.
+    let (mut sum, mut best, mut best_gain) = (0.0f32, 0.0, 0.0);
+    for (i, size) in sizes.iter().enumerate() {
+        sum += size;
+        let gain = sum * (sum / (i + 1) as f32);
+        if gain > best_gain {
+            (best, best_gain) = (sum / (i + 1) as f32, gain);
+        }
+    }
+    let (bytes, d) = f16(best);
+    let inverse = reciprocal(d);
+    (bytes, values.map(|v| (nearest((v * inverse).clamp(-1.0, 1.0)) + 1.0) as i32 as u8))
+}
+
+pub(super) fn tq1_0(values: &[f32; K_COLS], block: &mut [u8; TQ1_0_BYTES]) {
+    let (d, codes) = ternary(values);
+    tq1_0_pack_codes(&codes, block);
+    block[52..].copy_from_slice(&d);
+}
+
+pub(super) fn tq2_0(values: &[f32; K_COLS], block: &mut [u8; TQ2_0_BYTES]) {
+    let (d, codes) = ternary(values);
+    block[..64].copy_from_slice(&pack_bit_pairs(&codes));
+    block[64..].copy_from_slice(&d);
+}

@@ -7,6 +7,7 @@
 //! [`Requantized`] is a source whose experts are re-encoded as they are read.
 
 mod blocks;
+mod grids;
 mod rows;
 mod search;
 mod source;

@@ -1,7 +1,7 @@
 //! Encoders of floating-point, FP8, and integer rows.
 
-use super::blocks;
 use super::search::{nearest, reciprocal, scale_and_zero, symmetric_scale};
+use super::{blocks, grids};
 use crate::format::float::{bf16_to_f32, f32_to_bf16};
 use crate::format::fp8::{E4M3, TILE, f32_to_e4m3};
 use crate::format::mx::{self, E2M1, e8m0_to_f32, f32_to_e2m1};
@@ -106,6 +106,15 @@ pub(super) fn encode(
         Format::Iq4Nl => each(values, codes, blocks::iq4_nl),
         Format::Iq4Xs => each(values, codes, blocks::iq4_xs),
         Format::Mxfp4Ggml => each(values, codes, blocks::mxfp4),
+        Format::Iq2Xxs => each(values, codes, grids::iq2_xxs),
+        Format::Iq2Xs => each(values, codes, grids::iq2_xs),
+        Format::Iq2S => each(values, codes, grids::iq2_s),
+        Format::Iq3Xxs => each(values, codes, grids::iq3_xxs),
+        Format::Iq3S => each(values, codes, grids::iq3_s),
+        Format::Iq1S => each(values, codes, grids::iq1_s),
+        Format::Iq1M => each(values, codes, grids::iq1_m),
+        Format::Tq1_0 => each(values, codes, blocks::tq1_0),
+        Format::Tq2_0 => each(values, codes, blocks::tq2_0),
     }
 }
 

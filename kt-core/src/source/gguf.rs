@@ -60,14 +60,16 @@ pub struct GgufSource {
     layers: Vec<LayerSpec>,
 }
 
-/// Where a projection of a layer's experts is.
-struct Stacked<'a> {
+/// Where the matrices of a projection are: those of all experts in one tensor, or (in old files) one in a tensor.
+struct Place<'a> {
     name: &'a str,
     tensor: &'a Tensor,
-    /// Projections in the tensor: 2 where gate and up are fused, gate's rows first.
+    /// Matrices in the tensor that belong to one expert: 2 where gate and up are fused, gate's rows first.
     fused: usize,
-    /// Which of them.
+    /// Which matrix of the tensor it is.
     nth: usize,
+    /// Whether the tensor is this expert's alone.
+    alone: bool,
 }
 
 impl GgufSource {
@@ -168,27 +170,44 @@ impl GgufSource {
 
     fn format(&self, name: &str, t: &Tensor) -> Result<Format> {
         t.kind.format().ok_or_else(|| {
-            let what =
-                "which is not supported yet; F32, F16, BF16, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS and MXFP4 are";
+            let what = "which is not decoded here; convert it to F32, F16, BF16, a Q, IQ or TQ type, or MXFP4";
             self.fail(name, format!("has type {}, {what}", t.kind.name))
         })
     }
 
-    fn stacked(&self, layer: usize, proj: Proj) -> Result<Stacked<'_>> {
-        let find = |what: &str| self.tensors.get_key_value(&format!("blk.{layer}.ffn_{what}_exps.weight"));
-        if let Some((name, tensor)) = find(proj.name()) {
-            return Ok(Stacked { name, tensor, fused: 1, nth: 0 });
+    fn place(&self, layer: usize, expert: usize, proj: Proj) -> Result<Place<'_>> {
+        let find = |name: String| self.tensors.get_key_value(&name);
+        let stacked = |what: &str| find(format!("blk.{layer}.ffn_{what}_exps.weight"));
+        let what = proj.name();
+        if let Some((name, tensor)) = stacked(what) {
+            return Ok(Place { name, tensor, fused: 1, nth: expert, alone: false });
         }
-        match find("gate_up").filter(|_| proj != Proj::Down) {
-            Some((name, tensor)) => Ok(Stacked { name, tensor, fused: 2, nth: proj.index() }),
-            None => Err(self.fail(&format!("blk.{layer}.ffn_{}_exps.weight", proj.name()), "missing from the model")),
+        if let Some((name, tensor)) = stacked("gate_up").filter(|_| proj != Proj::Down) {
+            return Ok(Place { name, tensor, fused: 2, nth: expert * 2 + proj.index(), alone: false });
         }
+        let of_expert = |e: usize| format!("blk.{layer}.ffn_{what}.{e}.weight");
+        match find(of_expert(expert)) {
+            Some((name, tensor)) => Ok(Place { name, tensor, fused: 1, nth: 0, alone: true }),
+            None if self.tensors.contains_key(&of_expert(0)) => {
+                Err(self.fail(&of_expert(expert), "missing from the model"))
+            }
+            None => Err(self.fail(&format!("blk.{layer}.ffn_{what}_exps.weight"), "missing from the model")),
+        }
+    }
+
+    /// A tensor of one number or row per expert beside `ffn_gate_exps.weight` and so on: where it is, how many projections it is for,
+    /// and which of them.
+    fn beside(&self, layer: usize, proj: Proj, suffix: &str) -> Option<(&str, &Tensor, usize, usize)> {
+        let find = |what: &str| self.tensors.get_key_value(&format!("blk.{layer}.ffn_{what}_exps.{suffix}"));
+        let fused = || find("gate_up").filter(|_| proj != Proj::Down).map(|(name, t)| (name, t, 2, proj.index()));
+        let (name, t, fused, nth) = find(proj.name()).map(|(name, t)| (name, t, 1, 0)).or_else(fused)?;
+        Some((name, t, fused, nth))
     }
 
     /// A layer without any expert tensor may only be a dense one.
     fn is_dense_layer(&self, layer: usize) -> bool {
         let has = |what: &str| self.tensors.contains_key(&format!("blk.{layer}.ffn_{what}.weight"));
-        has("up") && !["gate_exps", "up_exps", "gate_up_exps", "down_exps"].into_iter().any(has)
+        has("up") && !["gate_exps", "up_exps", "gate_up_exps", "down_exps", "up.0"].into_iter().any(has)
     }
 
     fn read_layers(&self) -> Result<Vec<LayerSpec>> {
@@ -201,17 +220,22 @@ impl GgufSource {
             return Err(self.fail_key("expert_used_count", format!("is {top_k}, but there are only {experts} experts")));
         }
         if let Some(routing) = self.family.gguf_routing(|key| self.value(key), top_k) {
-            routing.check(experts).map_err(|e| self.fail_key("expert_gating_func", e.to_string()))?;
+            // What is left to be wrong after the counts above.
+            let key = if routing.scale.is_finite() { "expert_group_count" } else { "expert_weights_scale" };
+            routing.check(experts).map_err(|e| self.fail_key(key, e.to_string()))?;
         }
         let mut layers = Vec::new();
         for index in (0..self.blocks).filter(|&i| !self.is_dense_layer(i)) {
-            let (mut formats, mut intermediate) = ([Format::F32; 3], None);
+            let (mut formats, mut intermediate, mut biases) = ([Format::F32; 3], None, false);
             for proj in Proj::ALL {
-                let Stacked { name, tensor, fused, .. } = self.stacked(index, proj)?;
+                let Place { name, tensor, fused, alone, .. } = self.place(index, 0, proj)?;
                 formats[proj.index()] = self.format(name, tensor)?;
                 let wrong = |what: String| self.fail(name, format!("has dimensions {:?}; {what}", tensor.ne));
-                let [cols, rows, e] = tensor.ne[..] else {
-                    return Err(wrong("stacked experts have three: inputs, outputs, experts".into()));
+                let (cols, rows, e) = match tensor.ne[..] {
+                    [cols, rows] if alone => (cols, rows, experts),
+                    [cols, rows, e] if !alone => (cols, rows, e),
+                    _ if alone => return Err(wrong("an expert's own have two: inputs, outputs".into())),
+                    _ => return Err(wrong("stacked experts have three: inputs, outputs, experts".into())),
                 };
                 if !rows.is_multiple_of(fused) {
                     return Err(wrong("fused gate and up have an even number of outputs".into()));
@@ -223,6 +247,15 @@ impl GgufSource {
                 if *intermediate.get_or_insert(inner) != inner {
                     return Err(wrong("the layer's other projections have another intermediate size".into()));
                 }
+                for expert in (1..experts).filter(|_| alone) {
+                    let Place { name: other, tensor: t, .. } = self.place(index, expert, proj)?;
+                    if (t.kind, &t.ne) != (tensor.kind, &tensor.ne) {
+                        let what = format!("has type {}, dimensions {:?}; `{name}` has others", t.kind.name, t.ne);
+                        return Err(self.fail(other, what));
+                    }
+                }
+                self.refuse_scales(index, experts, proj)?;
+                biases |= self.has_bias(index, experts, proj, rows / fused)?;
             }
             layers.push(LayerSpec {
                 index,
@@ -232,7 +265,7 @@ impl GgufSource {
                 intermediate: intermediate.unwrap_or(0),
                 formats,
                 activation: self.family.activation,
-                biases: self.tensors.contains_key(&format!("blk.{index}.ffn_down_exps.bias")),
+                biases,
             });
         }
         if layers.is_empty() {
@@ -240,6 +273,31 @@ impl GgufSource {
             return Err(Error::file(&self.path, what));
         }
         Ok(layers)
+    }
+
+    /// Whether a projection has biases; if so, they fit it.
+    fn has_bias(&self, layer: usize, experts: usize, proj: Proj, rows: usize) -> Result<bool> {
+        let Some((name, t, fused, _)) = self.beside(layer, proj, "bias") else { return Ok(false) };
+        self.format(name, t)?;
+        match t.ne == [rows * fused, experts] {
+            true => Ok(true),
+            false => Err(self.fail(name, format!("has dimensions {:?}, expected [{}, {experts}]", t.ne, rows * fused))),
+        }
+    }
+
+    /// A factor on the outputs of each expert's projection must be 1: nothing here multiplies with it.
+    fn refuse_scales(&self, layer: usize, experts: usize, proj: Proj) -> Result<()> {
+        let Some((name, t, ..)) = self.beside(layer, proj, "scale") else { return Ok(()) };
+        if t.ne.iter().product::<usize>() != experts {
+            return Err(self.fail(name, format!("has dimensions {:?}, expected one number for each expert", t.ne)));
+        }
+        match self.view(name, t, 0, t.rows())?.decode().iter().find(|&&v| v != 1.0) {
+            Some(v) => {
+                let what = format!("is {v} for an expert; factors of whole experts are not supported, only 1 is");
+                Err(self.fail(name, what))
+            }
+            None => Ok(()),
+        }
     }
 
     /// `rows` rows of a tensor, from a row on.
@@ -262,7 +320,12 @@ impl GgufSource {
     /// Whether a tensor is neither a routed expert's nor part of multi-token prediction.
     fn is_dense(&self, name: &str) -> bool {
         let Some((layer, rest)) = name.strip_prefix("blk.").and_then(|r| r.split_once('.')) else { return true };
-        let expert = rest.starts_with("ffn_") && rest.split('.').next().is_some_and(|r| r.ends_with("_exps"));
+        let mut parts = rest.split('.');
+        let (what, next) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
+        let alone = !next.is_empty()
+            && next.bytes().all(|b| b.is_ascii_digit())
+            && ["ffn_gate", "ffn_up", "ffn_down"].contains(&what);
+        let expert = alone || what.starts_with("ffn_") && what.ends_with("_exps");
         !expert && layer.parse().is_ok_and(|l: usize| l < self.blocks)
     }
 }
@@ -296,41 +359,33 @@ impl WeightSource for GgufSource {
 
     fn matrix(&self, layer: usize, expert: usize, proj: Proj) -> Result<Matrix> {
         let (rows, _) = self.spec(layer, expert)?.shape(proj);
-        let Stacked { name, tensor, fused, nth } = self.stacked(layer, proj)?;
-        self.view(name, tensor, (expert * fused + nth) * rows, rows)
+        let place = self.place(layer, expert, proj)?;
+        self.view(place.name, place.tensor, place.nth * rows, rows)
     }
 
     fn bias(&self, layer: usize, expert: usize, proj: Proj) -> Result<Option<Vec<f32>>> {
         let spec = self.spec(layer, expert)?;
         let (rows, _) = spec.shape(proj);
-        let find = |what: &str| self.tensors.get_key_value(&format!("blk.{layer}.ffn_{what}_exps.bias"));
-        let fused = || find("gate_up").filter(|_| proj != Proj::Down).map(|(name, t)| (name, t, 2, proj.index()));
-        let Some((name, t, fused, nth)) = find(proj.name()).map(|(name, t)| (name, t, 1, 0)).or_else(fused) else {
-            return Ok(None);
-        };
-        if t.ne != [rows * fused, spec.experts] {
-            return Err(
-                self.fail(name, format!("has dimensions {:?}, expected [{}, {}]", t.ne, rows * fused, spec.experts))
-            );
-        }
+        let Some((name, t, fused, nth)) = self.beside(layer, proj, "bias") else { return Ok(None) };
         let mut values = vec![0.0; rows * fused];
         self.view(name, t, expert, 1)?.decode_row(0, &mut values);
         Ok(Some(values[nth * rows..][..rows].to_vec()))
     }
 
     fn tensor_name(&self, layer: usize, expert: usize, proj: Proj) -> (PathBuf, String) {
-        match self.stacked(layer, proj) {
-            Ok(s) => (self.parts[s.tensor.part].0.clone(), format!("{}[{expert}]", s.name)),
+        match self.place(layer, expert, proj) {
+            Ok(p) if p.alone => (self.parts[p.tensor.part].0.clone(), p.name.to_owned()),
+            Ok(p) => (self.parts[p.tensor.part].0.clone(), format!("{}[{expert}]", p.name)),
             Err(_) => (self.path.clone(), format!("layer {layer}, expert {expert}, {}", proj.name())),
         }
     }
 
     fn release(&self, layer: usize, expert: usize) {
         for proj in Proj::ALL {
-            let (Ok(spec), Ok(s)) = (self.spec(layer, expert), self.stacked(layer, proj)) else { return };
-            let one = s.tensor.bytes.len() / (spec.experts * s.fused);
-            let start = s.tensor.bytes.start + (expert * s.fused + s.nth) * one;
-            self.parts[s.tensor.part].1.release(start..start + one);
+            let (Ok(spec), Ok(p)) = (self.spec(layer, expert), self.place(layer, expert, proj)) else { return };
+            let one = p.tensor.bytes.len() / if p.alone { 1 } else { spec.experts * p.fused };
+            let start = p.tensor.bytes.start + p.nth * one;
+            self.parts[p.tensor.part].1.release(start..start + one);
         }
     }
 

@@ -326,6 +326,10 @@ struct Tables {
     signed_five_bits: Codes,
     /// 0..64, minus 32.
     six_bits: Codes,
+    /// Five ternary digits, minus 1.
+    ternary: Codes,
+    /// Four pairs of bits, 0..3, minus 1.
+    ternary_pairs: Codes,
 }
 
 static TABLES: LazyLock<Tables> = LazyLock::new(|| {
@@ -351,6 +355,16 @@ static TABLES: LazyLock<Tables> = LazyLock::new(|| {
         five_bits: Codes::new(&normal, 4.2, 15.5, 31.0),
         signed_five_bits: Codes::new(&normal, 4.2, 16.0, 31.0),
         six_bits: Codes::new(&normal, 8.6, 32.0, 63.0),
+        // Three values are all alike.
+        ternary: Codes {
+            codes: std::array::from_fn(|i| ((i % 243) * 256).div_ceil(243) as u8),
+            deviation: (2.0f32 / 3.0).sqrt(),
+        },
+        // 1 twice as often as 0 and 2, which pairs of bits do not have in equal shares.
+        ternary_pairs: Codes {
+            codes: std::array::from_fn(|i| i as u8 & !((i as u8 & 0x55) << 1)),
+            deviation: 0.5f32.sqrt(),
+        },
         normal,
     }
 });
@@ -432,6 +446,21 @@ fn generate(mut random: Random, format: Format, rows: usize, cols: usize) -> Res
                     b[2..8].copy_from_slice(&ggml::iq4_xs_pack_scales(&scales));
                     random.fill(&t.iq4.codes, &mut b[8..]);
                 }),
+                Format::Tq1_0 => blocks(&mut codes, |b: &mut [u8; ggml::TQ1_0_BYTES]| {
+                    random.fill(&t.ternary.codes, &mut b[..52]);
+                    b[52..].copy_from_slice(&f16(deviation / t.ternary.deviation * random.factor()));
+                }),
+                Format::Tq2_0 => blocks(&mut codes, |b: &mut [u8; ggml::TQ2_0_BYTES]| {
+                    random.fill(&t.ternary_pairs.codes, &mut b[..64]);
+                    b[64..].copy_from_slice(&f16(deviation / t.ternary_pairs.deviation * random.factor()));
+                }),
+                Format::Iq2Xxs
+                | Format::Iq2Xs
+                | Format::Iq2S
+                | Format::Iq3Xxs
+                | Format::Iq3S
+                | Format::Iq1S
+                | Format::Iq1M => on_grid(&mut random, format, &mut codes, deviation),
                 Format::Q4K => blocks(&mut codes, |b: &mut [u8; ggml::Q4K_BYTES]| {
                     b[..16].copy_from_slice(&with_minima(&mut random, 7.5, deviation / t.centred_nibbles.deviation));
                     random.fill(&t.centred_nibbles.codes, &mut b[16..]);
@@ -558,6 +587,40 @@ fn signed_scales<const N: usize>(random: &mut Random) -> [i8; N] {
         }
     }
     scales
+}
+
+/// Blocks whose codes number points of a grid, all alike. Their scales are from the upper half of those there are.
+fn on_grid(random: &mut Random, format: Format, codes: &mut [u8], deviation: f32) {
+    // Where scales begin, their highest bits, over and over, and the mean square of columns with `d` and scales of 1.
+    let (scales, highest, square): (usize, &[u8], f32) = match format {
+        Format::Iq2Xxs => (2, &[0, 0, 0, 0, 0, 0, 0, 0x80], mean_square(&ggml::IQ2_XXS_GRID) / 64.0),
+        Format::Iq2Xs => (66, &[0x88], mean_square(&ggml::IQ2_XS_GRID) / 64.0),
+        Format::Iq2S => (74, &[0x88], mean_square(&ggml::IQ2_S_GRID) / 64.0),
+        Format::Iq3Xxs => (66, &[0, 0, 0, 0x80], mean_square(&ggml::IQ3_XXS_GRID) / 16.0),
+        Format::Iq3S => (106, &[0x88], mean_square(&ggml::IQ3_S_GRID)),
+        Format::Iq1S => (34, &[0, 0x40], mean_square(&ggml::IQ1_GRID) + 1.0 / 64.0),
+        _ => (48, &[0x24, 0x09], mean_square(&ggml::IQ1_GRID) + 1.0 / 64.0),
+    };
+    // Mean squares of the odd numbers in 9..=15 and in 17..=31.
+    let square = square * if matches!(format, Format::Iq1S | Format::Iq1M) { 149.0 } else { 597.0 };
+    let (_, bytes) = ggml::block(format).expect("a format with blocks");
+    for block in codes.chunks_exact_mut(bytes) {
+        for bytes in block.chunks_mut(8) {
+            bytes.copy_from_slice(&random.next().to_le_bytes()[..bytes.len()]);
+        }
+        block[scales..].iter_mut().zip(highest.iter().cycle()).for_each(|(byte, bits)| *byte |= bits);
+        let d = f16(deviation / square.sqrt() * random.factor());
+        match block.first_chunk_mut() {
+            Some(block) if format == Format::Iq1M => ggml::iq1_m_pack_scale(d, block),
+            _ => block[..2].copy_from_slice(&d),
+        }
+    }
+}
+
+/// Mean square of the coordinates of points.
+fn mean_square<const N: usize>(points: &[[i8; N]]) -> f32 {
+    let sum: u32 = points.as_flattened().iter().map(|&v| (v as i32 * v as i32) as u32).sum();
+    sum as f32 / (points.len() * N) as f32
 }
 
 fn q2k(random: &mut Random, block: &mut [u8; ggml::Q2K_BYTES], deviation: f32) {

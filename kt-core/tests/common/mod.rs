@@ -2,6 +2,8 @@
 
 #![allow(dead_code)]
 
+pub mod gguf;
+
 use std::path::PathBuf;
 
 use bytes::Bytes;
@@ -18,12 +20,14 @@ pub const GATE_1: &str = "model.layers.0.mlp.experts.1.gate_proj";
 pub struct Dir(pub PathBuf);
 
 impl Dir {
+    /// An empty one; `name` makes it this test's own.
     pub fn new(name: &str) -> Self {
         let path = std::env::temp_dir().join(format!("kt-test-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&path).unwrap();
         Dir(path)
     }
 
+    /// Writes a file into it.
     pub fn write(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
         let path = self.0.join(name);
         std::fs::write(&path, content).unwrap();

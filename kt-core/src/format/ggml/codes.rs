@@ -266,3 +266,39 @@ pub fn iq4_xs_pack_scales(scales: &[i8; 8]) -> [u8; 6] {
     s[..2].copy_from_slice(&high.to_le_bytes());
     s
 }
+
+/// Where the digits of bytes `start..end` of a TQ1_0 block go: the first column, and how many digits a byte has. Digit `n` of byte `l`
+/// is column `first + n * (end - start) + l - start`.
+const TQ1_0_PARTS: [(std::ops::Range<usize>, usize, usize); 3] = [(0..32, 0, 5), (32..48, 160, 5), (48..52, 240, 4)];
+
+/// Codes (0..3, the value is 1 less) of the 256 columns of a TQ1_0 block. A byte is a fraction of 256 whose ternary digits are the
+/// codes.
+#[inline(always)]
+pub fn tq1_0_codes(block: &[u8; TQ1_0_BYTES]) -> [u8; K_COLS] {
+    let mut q = [0; K_COLS];
+    for (range, first, digits) in TQ1_0_PARTS {
+        let width = range.len();
+        for (l, &byte) in block[range].iter().enumerate() {
+            let mut fraction = byte;
+            for n in 0..digits {
+                let times = fraction as u16 * 3;
+                q[first + n * width + l] = (times >> 8) as u8;
+                fraction = times as u8;
+            }
+        }
+    }
+    q
+}
+
+/// Writes codes as [`tq1_0_codes`] reads them.
+#[inline(always)]
+pub fn tq1_0_pack_codes(q: &[u8; K_COLS], block: &mut [u8; TQ1_0_BYTES]) {
+    for (range, first, digits) in TQ1_0_PARTS {
+        let width = range.len();
+        for (l, byte) in block[range].iter_mut().enumerate() {
+            let number = (0..5).fold(0, |v, n| 3 * v + if n < digits { q[first + n * width + l] as u16 } else { 0 });
+            // Rounded up, so that the digits come out whole.
+            *byte = (number * 256).div_ceil(243) as u8;
+        }
+    }
+}

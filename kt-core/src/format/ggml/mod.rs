@@ -1,4 +1,4 @@
-//! GGUF block types: Q4_0 to Q8_0, the K-types, IQ4_NL, IQ4_XS, and MXFP4 as GGUF has it.
+//! GGUF block types: Q4_0 to Q8_0, the K-types, the IQ types, TQ1_0, TQ2_0, and MXFP4 as GGUF has it.
 //!
 //! A row is a sequence of blocks that carry their own scales. `d`, `m` and `dmin` are F16; all products below are exact in
 //! F32, so a value is rounded at most once, in the addition of a minimum.
@@ -19,15 +19,29 @@
 //! | Q6_K | 256 | 210 | 128 bytes of nibbles, 64 bytes of high bit pairs, 16 signed scales, `d` | `d * sc[g] * (q - 32)` |
 //! | IQ4_XS | 256 | 136 | `d`, 6 bytes of scales, 128 bytes: nibbles of each group as Q4_0 | `d * sc[g] * IQ4_VALUES[q]` |
 //!
-//! Groups `g` are 32 columns in Q4_K, Q5_K and IQ4_XS, 16 in Q2_K, Q3_K and Q6_K. The readers of scales and codes are public:
-//! kernels use them.
+//! | IQ2_XXS | 256 | 66 | `d`, then see [`iq2_xxs_codes`] | `d / 8 * sc[g] * point` |
+//! | IQ2_XS | 256 | 74 | `d`, then see [`iq2_xs_codes`] | as IQ2_XXS |
+//! | IQ2_S | 256 | 82 | `d`, then see [`iq2_s_codes`] | as IQ2_XXS |
+//! | IQ3_XXS | 256 | 98 | `d`, then see [`iq3_xxs_codes`] | `d / 4 * sc[g] * point` |
+//! | IQ3_S | 256 | 110 | `d`, then see [`iq3_s_codes`] | `d * sc[g] * point` |
+//! | IQ1_S | 256 | 50 | `d`, then see [`iq1_s_codes`] | `d * sc[g] * (point + 1/8)`, or `- 1/8` |
+//! | IQ1_M | 256 | 56 | see [`iq1_m_codes`] | as IQ1_S |
+//! | TQ1_0 | 256 | 54 | 52 bytes of five (the last four: of four) ternary digits, `d` | `d * (q - 1)` |
+//! | TQ2_0 | 256 | 66 | 64 bytes of bit pairs, `d` | `d * (q - 1)` |
+//!
+//! Groups `g` are 32 columns in Q4_K, Q5_K, IQ4_XS, IQ2_XXS, IQ3_XXS, IQ3_S and IQ1_S, 16 in the others. The readers of scales and
+//! codes are public: kernels use them.
 
 mod codes;
+mod grids;
+mod iq;
 
 use super::float::f16_at;
 use super::{Format, Matrix};
 
 pub use codes::*;
+pub use grids::*;
+pub use iq::*;
 
 /// Bytes of a Q8_0 block.
 pub const Q8_0_BYTES: usize = 34;
@@ -55,9 +69,27 @@ pub const Q5K_BYTES: usize = 176;
 pub const Q6K_BYTES: usize = 210;
 /// Bytes of an IQ4_XS block.
 pub const IQ4_XS_BYTES: usize = 136;
+/// Bytes of an IQ2_XXS block.
+pub const IQ2_XXS_BYTES: usize = 66;
+/// Bytes of an IQ2_XS block.
+pub const IQ2_XS_BYTES: usize = 74;
+/// Bytes of an IQ2_S block.
+pub const IQ2_S_BYTES: usize = 82;
+/// Bytes of an IQ3_XXS block.
+pub const IQ3_XXS_BYTES: usize = 98;
+/// Bytes of an IQ3_S block.
+pub const IQ3_S_BYTES: usize = 110;
+/// Bytes of an IQ1_S block.
+pub const IQ1_S_BYTES: usize = 50;
+/// Bytes of an IQ1_M block.
+pub const IQ1_M_BYTES: usize = 56;
+/// Bytes of a TQ1_0 block.
+pub const TQ1_0_BYTES: usize = 54;
+/// Bytes of a TQ2_0 block.
+pub const TQ2_0_BYTES: usize = 66;
 /// Columns of a block of the types without groups: Q4_0 to Q8_0, IQ4_NL, MXFP4.
 pub const COLS: usize = 32;
-/// Columns of a K-type or IQ4_XS block.
+/// Columns of a block of all other types.
 pub const K_COLS: usize = 256;
 
 /// What the codes of IQ4_NL and IQ4_XS stand for.
@@ -66,8 +98,8 @@ pub const IQ4_VALUES: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 1
 /// What the codes of MXFP4 stand for, in halves. Code 8, minus zero by its bits, is plain zero as in ggml.
 pub const MXFP4_HALVES: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-/// Columns and bytes of a block, for formats of this module.
-pub(super) fn block(format: Format) -> Option<(usize, usize)> {
+/// Columns and bytes of a block, for formats of this module; `None` for others.
+pub fn block(format: Format) -> Option<(usize, usize)> {
     Some(match format {
         Format::Q8_0 => (COLS, Q8_0_BYTES),
         Format::Q4_0 => (COLS, Q4_0_BYTES),
@@ -82,6 +114,15 @@ pub(super) fn block(format: Format) -> Option<(usize, usize)> {
         Format::Q5K => (K_COLS, Q5K_BYTES),
         Format::Q6K => (K_COLS, Q6K_BYTES),
         Format::Iq4Xs => (K_COLS, IQ4_XS_BYTES),
+        Format::Iq2Xxs => (K_COLS, IQ2_XXS_BYTES),
+        Format::Iq2Xs => (K_COLS, IQ2_XS_BYTES),
+        Format::Iq2S => (K_COLS, IQ2_S_BYTES),
+        Format::Iq3Xxs => (K_COLS, IQ3_XXS_BYTES),
+        Format::Iq3S => (K_COLS, IQ3_S_BYTES),
+        Format::Iq1S => (K_COLS, IQ1_S_BYTES),
+        Format::Iq1M => (K_COLS, IQ1_M_BYTES),
+        Format::Tq1_0 => (K_COLS, TQ1_0_BYTES),
+        Format::Tq2_0 => (K_COLS, TQ2_0_BYTES),
         _ => return None,
     })
 }
@@ -201,6 +242,28 @@ fn iq4_xs(block: &[u8; IQ4_XS_BYTES], out: &mut [f32; K_COLS]) {
     scaled::<32>(&iq4_xs_codes(block), out, |g| d * scales[g] as f32, |q| IQ4_VALUES[q as usize & 15].into());
 }
 
+/// `unit * scale[g] * code` for `G` groups.
+fn odd<const G: usize>(unit: f32, (scales, codes): OddScales<G>, out: &mut [f32; K_COLS]) {
+    for (g, (out, codes)) in out.chunks_exact_mut(K_COLS / G).zip(codes.chunks_exact(K_COLS / G)).enumerate() {
+        let scale = unit * scales[g] as f32;
+        for (o, &q) in out.iter_mut().zip(codes) {
+            *o = scale * q as f32;
+        }
+    }
+}
+
+/// `d * (q - 1)`.
+fn ternary(d: f32, codes: &[u8; K_COLS], out: &mut [f32; K_COLS]) {
+    for (o, &q) in out.iter_mut().zip(codes) {
+        *o = d * (q as i32 - 1) as f32;
+    }
+}
+
+fn tq2_0(block: &[u8; TQ2_0_BYTES], out: &mut [f32; K_COLS]) {
+    let codes = bit_pairs(block.first_chunk().expect("a block has 66 bytes"));
+    ternary(f16_at(&block[64..], 0), &codes, out);
+}
+
 /// Decodes block after block from column `start`, which is a multiple of `N`.
 fn blocks<const BYTES: usize, const N: usize>(
     row: &[u8],
@@ -230,6 +293,15 @@ pub(super) fn decode(m: &Matrix, row: usize, start: usize, out: &mut [f32]) {
         Format::Q5K => blocks(row, start, out, |b: &[u8; Q5K_BYTES], o| with_minima(b, &q5k_codes(b), o)),
         Format::Q6K => blocks(row, start, out, q6k),
         Format::Iq4Xs => blocks(row, start, out, iq4_xs),
+        Format::Iq2Xxs => blocks(row, start, out, |b, o| odd(f16_at(b, 0) / 8.0, iq2_xxs_codes(b), o)),
+        Format::Iq2Xs => blocks(row, start, out, |b, o| odd(f16_at(b, 0) / 8.0, iq2_xs_codes(b), o)),
+        Format::Iq2S => blocks(row, start, out, |b, o| odd(f16_at(b, 0) / 8.0, iq2_s_codes(b), o)),
+        Format::Iq3Xxs => blocks(row, start, out, |b, o| odd(f16_at(b, 0) / 4.0, iq3_xxs_codes(b), o)),
+        Format::Iq3S => blocks(row, start, out, |b, o| odd(f16_at(b, 0), iq3_s_codes(b), o)),
+        Format::Iq1S => blocks(row, start, out, |b, o| odd(f16_at(b, 0) / 8.0, iq1_s_codes(b), o)),
+        Format::Iq1M => blocks(row, start, out, |b, o| odd(iq1_m_scale(b) / 8.0, iq1_m_codes(b), o)),
+        Format::Tq1_0 => blocks(row, start, out, |b, o| ternary(f16_at(&b[52..], 0), &tq1_0_codes(b), o)),
+        Format::Tq2_0 => blocks(row, start, out, tq2_0),
         _ => {}
     }
 }
@@ -250,6 +322,15 @@ pub(super) fn check_scales(format: Format, row: &[u8]) -> Result<(), String> {
         Format::Q2K => (80, &["d", "dmin"]),
         Format::Q3K => (108, &["d"]),
         Format::Q6K => (208, &["d"]),
+        Format::Tq1_0 => (52, &["d"]),
+        Format::Tq2_0 => (64, &["d"]),
+        Format::Iq1M => {
+            let scales = row.as_chunks().0.iter().map(iq1_m_scale);
+            return match scales.enumerate().find(|(_, d)| !d.is_finite()) {
+                Some((index, d)) => Err(format!("block {index}: d is {d}")),
+                None => Ok(()),
+            };
+        }
         _ => (0, &["d"]),
     };
     for (index, block) in row.chunks_exact(bytes).enumerate() {
@@ -312,6 +393,10 @@ mod tests {
             iq4_xs_pack_codes(&iq4_xs_codes(&iq4), &mut packed);
             packed[2..8].copy_from_slice(&iq4_xs_pack_scales(&iq4_xs_scales(iq4[2..].first_chunk().unwrap())));
             assert_eq!(packed[2..], iq4[2..]);
+            let ternary = std::array::from_fn(|i| bytes::<K_COLS>(seed)[i] % 3);
+            let mut packed = [0; TQ1_0_BYTES];
+            tq1_0_pack_codes(&ternary, &mut packed);
+            assert_eq!(tq1_0_codes(&packed), ternary);
         }
     }
 
@@ -330,6 +415,14 @@ mod tests {
             (Format::Q2K, Q2K_BYTES, 82),
             (Format::Q3K, Q3K_BYTES, 108),
             (Format::Iq4Xs, IQ4_XS_BYTES, 0),
+            (Format::Iq2Xxs, IQ2_XXS_BYTES, 0),
+            (Format::Iq2Xs, IQ2_XS_BYTES, 0),
+            (Format::Iq2S, IQ2_S_BYTES, 0),
+            (Format::Iq3Xxs, IQ3_XXS_BYTES, 0),
+            (Format::Iq3S, IQ3_S_BYTES, 0),
+            (Format::Iq1S, IQ1_S_BYTES, 0),
+            (Format::Tq1_0, TQ1_0_BYTES, 52),
+            (Format::Tq2_0, TQ2_0_BYTES, 64),
         ] {
             let mut row = vec![0x11; bytes * 3];
             assert_eq!(check_scales(format, &row), Ok(()));
@@ -344,5 +437,10 @@ mod tests {
         row[MXFP4_BYTES] = 0;
         assert_eq!(check_scales(Format::Mxfp4Ggml, &row[..MXFP4_BYTES * 2]), Ok(()));
         assert!(check_scales(Format::Mxfp4Ggml, &row).unwrap_err().starts_with("block 2"));
+        // IQ1_M's scale is in the highest nibbles of its last four words: 0x7c00, infinity.
+        let mut row = vec![0x11; IQ1_M_BYTES * 2];
+        row[IQ1_M_BYTES * 2 - 8..].copy_from_slice(&[0, 0x01, 0, 0x02, 0, 0xc3, 0, 0x74]);
+        assert_eq!(check_scales(Format::Iq1M, &row[..IQ1_M_BYTES]), Ok(()));
+        assert_eq!(check_scales(Format::Iq1M, &row), Err("block 1: d is inf".to_owned()));
     }
 }

@@ -80,6 +80,8 @@ impl Kind {
             37 => return Err(Some("IQ4_NL_4_8")),
             38 => return Err(Some("IQ4_NL_8_8")),
             39 => ("MXFP4", 32, 17),
+            40 => ("NVFP4", 64, 36),
+            41 => ("Q1_0", 128, 18),
             _ => return Err(None),
         };
         Ok(Kind { id, name, block, block_bytes })
@@ -100,9 +102,18 @@ impl Kind {
             12 => Format::Q4K,
             13 => Format::Q5K,
             14 => Format::Q6K,
+            16 => Format::Iq2Xxs,
+            17 => Format::Iq2Xs,
+            18 => Format::Iq3Xxs,
+            19 => Format::Iq1S,
             20 => Format::Iq4Nl,
+            21 => Format::Iq3S,
+            22 => Format::Iq2S,
             23 => Format::Iq4Xs,
+            29 => Format::Iq1M,
             30 => Format::Bf16,
+            34 => Format::Tq1_0,
+            35 => Format::Tq2_0,
             39 => Format::Mxfp4Ggml,
             _ => return None,
         })
