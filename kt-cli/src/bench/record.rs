@@ -3,7 +3,7 @@
 //! The first line of `--json` is the machine, the others are cases. Several such outputs one behind the other are one as well:
 //! a machine's line is about the cases that follow it.
 
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use serde_json::{Value, json};
 
@@ -35,7 +35,7 @@ impl Machine {
     pub fn here(system: &System, tier: String, threads: usize) -> Machine {
         let cpus = system.allowed_cpus();
         Machine {
-            date: utc(SystemTime::now()),
+            date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
             version: env!("CARGO_PKG_VERSION").into(),
             cpu: system.cpu_model().unwrap_or_else(|| "unknown".into()),
             cores: system.cores(&cpus),
@@ -58,25 +58,6 @@ impl Machine {
             "limits": limits.to_json(),
         })
     }
-}
-
-/// `2026-11-20T09:00:00Z`.
-fn utc(time: SystemTime) -> String {
-    let seconds = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
-    let (mut days, mut year) = (seconds / 86_400, 1970);
-    let leap = |year: u64| year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
-    while days >= 365 + u64::from(leap(year)) {
-        days -= 365 + u64::from(leap(year));
-        year += 1;
-    }
-    let months = [31, 28 + u64::from(leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
-    let mut month = 0;
-    while days >= months[month] {
-        days -= months[month];
-        month += 1;
-    }
-    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    format!("{year}-{:02}-{:02}T{hour:02}:{minute:02}:{second:02}Z", month + 1, days + 1)
 }
 
 /// One case, measured.
@@ -197,15 +178,6 @@ pub mod tests {
             tier: "avx512bf16".into(),
             threads: 2,
         }
-    }
-
-    #[test]
-    fn dates() {
-        let at = |seconds| utc(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
-        assert_eq!(at(0), "1970-01-01T00:00:00Z");
-        assert_eq!(at(951_827_696), "2000-02-29T12:34:56Z");
-        assert_eq!(at(1_767_225_599), "2025-12-31T23:59:59Z");
-        assert_eq!(at(1_795_269_600), "2026-11-21T14:00:00Z");
     }
 
     #[test]
