@@ -313,10 +313,14 @@ mod tests {
         // The portable kernel is native to no format, unless it is all there is.
         let portable = args(&["--shape", "256x256x4x2", "--formats", "all", "--backend", "portable"]);
         assert_eq!(layers(&portable.runtime.build().unwrap(), &portable).unwrap()[0].1, kt::format::ALL);
-        if Tier::Avx2.available() {
+        if runtime.candidates().iter().any(|c| c.name == "avx512" && c.backend.is_ok()) {
             let all = args(&["--shape", "256x256x4x2", "--formats", "all"]);
             let native = layers(&runtime, &all).unwrap().remove(0).1;
-            assert!(native.contains(&Format::Bf16) && !native.contains(&Format::F32), "{native:?}");
+            for format in kt::format::ALL {
+                let plan = runtime.plan(&all.shape.0[0].source(format, 1).unwrap()).unwrap();
+                assert_eq!(native.contains(&format), plan.layers[0].backend != "portable", "{format}");
+            }
+            assert!(native.contains(&Format::Bf16));
         }
     }
 
