@@ -134,6 +134,10 @@ impl Kernel for Avx {
         self.run(Compiled(Activate { rule, gate, up }));
     }
 
+    fn add(self, weight: f32, y: &[f32], out: &mut [f32]) {
+        self.run(Compiled(Add { weight, y, out }));
+    }
+
     fn product(
         self,
         outputs: Outputs<'_>,
@@ -156,6 +160,12 @@ fn check_group(format: Format, group: Group) -> Result<(), Unsupported> {
     }
 }
 
+struct Add<'a> {
+    weight: f32,
+    y: &'a [f32],
+    out: &'a mut [f32],
+}
+
 struct Activate<'a> {
     rule: Activation,
     gate: &'a mut [f32],
@@ -168,6 +178,13 @@ struct Compiled<J>(J);
 impl<J: Job> Job for Compiled<J> {
     fn go<I: Isa>(self, isa: I) {
         isa.run(self.0);
+    }
+}
+
+impl Job for Add<'_> {
+    #[inline(always)]
+    fn go<I: Isa>(self, _: I) {
+        kt_core::cpu::kernel::add(self.weight, self.y, self.out);
     }
 }
 

@@ -445,12 +445,11 @@ impl<K: Kernel> BankInner<K> {
                 let outputs = Outputs { of: weights, range: tile.cols.clone(), next };
                 kernel.product(outputs, x, 0..chunk.rows.len(), &mut y, scratch);
                 let bias = expert.bias(Proj::Down, tile.cols.clone());
-                for (row, y) in work.rows[chunk.rows.clone()].iter().zip(y.chunks_exact(width)) {
-                    let out = tile.row(row.token as usize);
-                    match bias {
-                        None => out.iter_mut().zip(y).for_each(|(o, &y)| *o += row.weight * y),
-                        Some(b) => out.iter_mut().zip(y).zip(b).for_each(|((o, &y), &b)| *o += row.weight * (y + b)),
+                for (row, y) in work.rows[chunk.rows.clone()].iter().zip(y.chunks_exact_mut(width)) {
+                    if let Some(bias) = bias {
+                        y.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
                     }
+                    kernel.add(row.weight, y, tile.row(row.token as usize));
                 }
             }
             scratch.tiles[0] = y;

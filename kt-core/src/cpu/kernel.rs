@@ -103,11 +103,19 @@ pub struct Scratch {
     pub(crate) gathered: [super::flow::Gathered; 2],
 }
 
+/// What [`Kernel::add`] does. Vectorizes inside a `#[target_feature]` caller.
+#[inline(always)]
+pub fn add(weight: f32, y: &[f32], out: &mut [f32]) {
+    for (o, &y) in out.iter_mut().zip(y) {
+        *o += weight * y;
+    }
+}
+
 /// Packing and product for one instruction set.
 ///
 /// Holding a value proves that the instructions exist: constructors detect. The flow calls [`pack`](Kernel::pack) while
-/// loading, from many threads; [`pack_input`](Kernel::pack_input), [`product`](Kernel::product) and
-/// [`activate`](Kernel::activate) from the team's threads, never two at once on the same output.
+/// loading, from many threads; [`pack_input`](Kernel::pack_input), [`product`](Kernel::product), [`activate`](Kernel::activate) and
+/// [`add`](Kernel::add) from the team's threads, never two at once on the same output.
 pub trait Kernel: Copy + Send + Sync + 'static {
     /// The instruction set.
     fn tier(self) -> Tier;
@@ -134,6 +142,11 @@ pub trait Kernel: Copy + Send + Sync + 'static {
     /// Applies the activation; the result replaces `gate`.
     fn activate(self, rule: Activation, gate: &mut [f32], up: &[f32]) {
         rule.apply(gate, up);
+    }
+
+    /// Adds `weight * y` to `out`, the product rounded before the sum.
+    fn add(self, weight: f32, y: &[f32], out: &mut [f32]) {
+        add(weight, y, out);
     }
 
     /// `out[i, j] = sum_k W[outputs.range.start + j, k] * x[rows.start + i, k]`: `out` is `[rows.len(), outputs.range.len()]`

@@ -364,6 +364,21 @@ fn same_bits(backend: &dyn Backend, source: &SyntheticSource, label: &str, failu
             }
         }
     }
+    // And a token gets the same bits alone as among others.
+    let (Some(first), Ok(bank)) = (first, load(backend, source, &all, 1)) else { return };
+    for token in [0, 17, tokens - 1] {
+        let row = token * hidden..(token + 1) * hidden;
+        let mut values = vec![0.0; hidden];
+        input.read(row.clone(), &mut values);
+        let (ids, weights) = (&ids[token * 2..][..2], &weights[token * 2..][..2]);
+        match bank.run(work(&Hidden::F32(values), 1, hidden, ids, weights, 2, experts)) {
+            Err(e) => failures.push(format!("{label}, token {token} alone: {e}")),
+            Ok(alone) if alone.output != first[row] => {
+                failures.push(format!("{label}: token {token} has other bits alone than among {tokens}"));
+            }
+            Ok(_) => {}
+        }
+    }
 }
 
 fn two_banks(
