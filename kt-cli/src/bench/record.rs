@@ -64,7 +64,7 @@ impl Machine {
 fn utc(time: SystemTime) -> String {
     let seconds = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
     let (mut days, mut year) = (seconds / 86_400, 1970);
-    let leap = |year: u64| year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
     while days >= 365 + u64::from(leap(year)) {
         days -= 365 + u64::from(leap(year));
         year += 1;
