@@ -207,17 +207,20 @@ fn case(
 
 fn measure_scheduling(runtime: &Runtime, args: &BenchArgs, layers: &[(&Shape, Vec<Format>)]) -> anyhow::Result<()> {
     let one_thread = RuntimeArgs { threads: Some(1), ..args.runtime.clone() }.build()?;
-    let mut measured = 0;
+    let fits =
+        |format: &Format| scheduling::tiny().source(*format, 1).inspect_err(|e| eprintln!("left out: {e}")).is_ok();
+    let mut layers = layers.to_vec();
+    layers.iter_mut().for_each(|(_, formats)| formats.retain(fits));
+    layers.retain(|(_, formats)| !formats.is_empty());
+    if layers.is_empty() {
+        bail!("none of these formats can have the tiny layer's matrices; try --formats bf16,int8");
+    }
     for (shape, formats) in layers {
         if !args.json {
             println!("{}; one token, {} threads", shape.title(), runtime.threads());
             println!("{}", Scheduling::header());
         }
-        for &format in formats {
-            if let Err(why) = scheduling::tiny().source(format, 1) {
-                eprintln!("left out: {format}: {why}");
-                continue;
-            }
+        for format in formats {
             let scheduling = Scheduling::measure(runtime, &one_thread, format, args.seconds)?;
             let (experts, _) = load(runtime, args, shape, format)?;
             let mut caller = Caller::new(&experts, shape, 1);
@@ -230,11 +233,7 @@ fn measure_scheduling(runtime: &Runtime, args: &BenchArgs, layers: &[(&Shape, Ve
             } else {
                 println!("{}", scheduling.row(one_token_us));
             }
-            measured += 1;
         }
-    }
-    if measured == 0 {
-        bail!("none of these formats can have the tiny layer's matrices; try --formats bf16,int8");
     }
     Ok(())
 }
