@@ -117,8 +117,8 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const ZERO: usize> Path<I> for
 
 impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     type Lines = L;
-    // Inputs in F32 take more registers, and so do totals beside the sums, unless they are needed so rarely that they may lie in memory.
-    const ROWS: usize = if !I::LARGE || SCALED == scaled::GROUPS {
+    // Inputs in F32 take more registers. Totals beside the sums, where scales come in between, may lie in memory.
+    const ROWS: usize = if !I::LARGE {
         6
     } else if L::BF16 && I::INPUT_BYTES > 2 {
         8
