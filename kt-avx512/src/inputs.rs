@@ -19,7 +19,7 @@ pub(crate) struct PackInput<'a> {
 impl Job for PackInput<'_> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
-        let InputLayout::Int8 { group } = self.layout else {
+        let InputLayout::Int8 { group, times } = self.layout else {
             return input::pack_block(self.layout, self.x, self.out);
         };
         assert!(self.out.len() == self.layout.block_bytes());
@@ -32,9 +32,9 @@ impl Job for PackInput<'_> {
             }
         };
         match group {
-            16 => groups::<I, 16>(isa, x, self.out),
-            32 => groups::<I, 32>(isa, x, self.out),
-            BLOCK => groups::<I, BLOCK>(isa, x, self.out),
+            16 => groups::<I, 16>(isa, x, times, self.out),
+            32 => groups::<I, 32>(isa, x, times, self.out),
+            BLOCK => groups::<I, BLOCK>(isa, x, times, self.out),
             _ => input::pack_block(self.layout, x, self.out),
         }
     }
@@ -50,7 +50,7 @@ fn load<I: Isa>(isa: I, x: &[f32], i: usize) -> I::Flt {
 
 /// Packs a block in groups of `G` columns.
 #[inline(always)]
-fn groups<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], out: &mut [u8]) {
+fn groups<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], times: i32, out: &mut [u8]) {
     let (codes, rest) = out.split_at_mut(BLOCK);
     let (scales, sums) = rest.split_at_mut(BLOCK / G * 4);
     for g in 0..BLOCK / G {
@@ -64,32 +64,31 @@ fn groups<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], out: &mut [u8]) {
         let amax = isa.largest(largest);
         let finite = isa.sum(poison) == 0.0;
         let inverse = 1.0 / amax;
-        let (mut scale, mut total) = (if finite { 0.0 } else { f32::NAN }, 0);
-        if finite && (inverse * TOPS[0]).is_finite() {
-            let mut best = (f32::INFINITY, TOPS[0]);
-            for top in TOPS {
-                let (up, down) = (isa.splat_f32(inverse * top), isa.splat_f32(amax / top));
-                let mut errors = isa.zero();
-                for i in 0..G / LANES {
-                    let rounded = isa.mul(isa.round(isa.mul(load(isa, x, i), up)), down);
-                    let e = isa.sub_f32(load(isa, x, i), rounded);
-                    errors = isa.add_f32(errors, isa.mul(e, e));
-                }
-                let error = isa.sum(errors);
-                if error < best.0 {
-                    best = (error, top);
-                }
-            }
-            let up = isa.splat_f32(inverse * best.1);
-            scale = amax / best.1;
-            for (i, codes) in codes.chunks_exact_mut(LANES).enumerate() {
-                // SAFETY: 16 bytes.
-                total += unsafe { isa.store_i8(codes.as_mut_ptr(), isa.mul(load(isa, x, i), up)) };
-            }
-        } else {
+        if !finite || !(inverse * TOPS[0]).is_finite() {
             codes.fill(0);
+            sums[g * 4..][..4].fill(0);
+            let scale: f32 = if finite { 0.0 } else { f32::NAN };
+            scales[g * 4..][..4].copy_from_slice(&scale.to_le_bytes());
+            continue;
         }
-        scales[g * 4..][..4].copy_from_slice(&scale.to_le_bytes());
-        sums[g * 4..][..4].copy_from_slice(&total.to_le_bytes());
+        let mut errors = [isa.zero(); TOPS.len()];
+        for (errors, top) in errors.iter_mut().zip(TOPS) {
+            let (up, down) = (isa.splat_f32(inverse * top), isa.splat_f32(amax / top));
+            for i in 0..G / LANES {
+                let rounded = isa.mul(isa.round(isa.mul(load(isa, x, i), up)), down);
+                let e = isa.sub_f32(load(isa, x, i), rounded);
+                *errors = isa.add_f32(*errors, isa.mul(e, e));
+            }
+        }
+        // No branch: which of them is best is chance.
+        let top = TOPS[isa.least_sum(errors)];
+        let up = isa.splat_f32(inverse * top);
+        scales[g * 4..][..4].copy_from_slice(&(amax / top).to_le_bytes());
+        let mut total = 0;
+        for (i, codes) in codes.chunks_exact_mut(LANES).enumerate() {
+            // SAFETY: 16 bytes.
+            total += unsafe { isa.store_i8(codes.as_mut_ptr(), isa.mul(load(isa, x, i), up)) };
+        }
+        sums[g * 4..][..4].copy_from_slice(&(total * times).to_le_bytes());
     }
 }

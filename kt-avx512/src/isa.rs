@@ -134,6 +134,8 @@ pub(crate) unsafe trait Isa: Copy {
     fn round(self, v: Self::Flt) -> Self::Flt;
     /// The sum, of pairs 8 lanes apart, then 4, 2 and 1.
     fn sum(self, v: Self::Flt) -> f32;
+    /// Which of four has the smallest sum, as [`Isa::sum`] sums; the first of equals.
+    fn least_sum(self, v: [Self::Flt; 4]) -> usize;
     /// The largest lane.
     fn largest(self, v: Self::Flt) -> f32;
     /// Rounds numbers of magnitude below 128 to nearest and stores them as signed bytes; returns their sum.
@@ -210,6 +212,29 @@ unsafe fn sum8(v: __m256) -> f32 {
         let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
         let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
         _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
+    }
+}
+
+/// Which of four has the smallest sum, as [`sum8`] sums; the first of equals.
+///
+/// # Safety
+/// The CPU has AVX.
+#[inline(always)]
+unsafe fn least_sum8(v: [__m256; 4]) -> usize {
+    // SAFETY: the instructions by the caller's promise; registers only.
+    unsafe {
+        let mut four = [_mm_setzero_ps(); 4];
+        for (four, v) in four.iter_mut().zip(v) {
+            *four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+        }
+        // Two sums of lanes 2 apart from each, side by side.
+        let ab = _mm_add_ps(_mm_movelh_ps(four[0], four[1]), _mm_movehl_ps(four[1], four[0]));
+        let cd = _mm_add_ps(_mm_movelh_ps(four[2], four[3]), _mm_movehl_ps(four[3], four[2]));
+        let sums = _mm_add_ps(_mm_shuffle_ps::<0b10_00_10_00>(ab, cd), _mm_shuffle_ps::<0b11_01_11_01>(ab, cd));
+        let least = _mm_min_ps(sums, _mm_shuffle_ps::<0b01_00_11_10>(sums, sums));
+        let least = _mm_min_ps(least, _mm_shuffle_ps::<0b10_11_00_01>(least, least));
+        // Never 0 among numbers; 3 is what is left if all were NaN.
+        (_mm_movemask_ps(_mm_cmpeq_ps(sums, least)) | 8).trailing_zeros() as usize
     }
 }
 

@@ -14,6 +14,7 @@ use kt_core::{Format, Group, Matrix, Unsupported};
 use crate::inputs::PackInput;
 use crate::isa::{self, Isa, Job};
 use crate::layout::{self, CHUNK, Layout, PANEL};
+use crate::lines::E2M1_ZERO;
 use crate::product::Product;
 
 /// The best of this CPU's AVX tiers, `avx2` to `avx512bf16`. A value proves that the instructions exist. Weights are packed the same
@@ -80,7 +81,10 @@ impl Kernel for Avx {
     }
 
     fn accepts(self, format: Format, _rows: usize, _cols: usize) -> Result<(InputLayout, &'static str), Unsupported> {
-        let int8 = |group: usize, how| Ok((InputLayout::Int8 { group }, how));
+        // Sums of codes come multiplied with what they are to add, where one number does for all weights.
+        let int8 = |group: usize, times: i32, how| Ok((InputLayout::Int8 { group, times }, how));
+        // Codes of 8 bits: without VNNI, products subtract the zero point themselves; see `Isa::WIDE_OFFSET`.
+        let wide = if matches!(self.tier, Tier::Avx2 | Tier::Avx512) { 0 } else { -128 };
         let bf16 = if self.tier == Tier::Avx512Bf16 { InputLayout::Bf16 } else { InputLayout::F32 };
         match format {
             Format::F32 => Ok((InputLayout::F32, "F32 products, packed 16 x 1")),
@@ -91,29 +95,33 @@ impl Kernel for Avx {
             }
             Format::Mxfp8 => Ok((bf16, how!(self, bf16, "E4M3 codes packed 16 x 4, to BF16 by tables, E8M0 scales"))),
             Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) => {
-                int8(BLOCK, how!(self, int8, "unsigned codes packed 16 x 4"))
+                int8(BLOCK, wide, how!(self, int8, "unsigned codes packed 16 x 4"))
             }
             Format::Int8(g) | Format::Int8Offset(g) => {
                 check_group(format, g)?;
-                int8(CHUNK, how!(self, int8, "unsigned codes packed 16 x 4, F16 scales"))
+                int8(CHUNK, wide, how!(self, int8, "unsigned codes packed 16 x 4, F16 scales"))
             }
             Format::Int8Asym(g) => {
                 check_group(format, g)?;
-                int8(CHUNK, how!(self, int8, "unsigned codes packed 16 x 4, F16 scales, zero points"))
+                int8(CHUNK, 1, how!(self, int8, "unsigned codes packed 16 x 4, F16 scales, zero points"))
             }
-            Format::Int4(Group::Row) => int8(CHUNK, how!(self, int8, "nibbles packed 16 x 8")),
+            Format::Int4(Group::Row) => int8(CHUNK, -8, how!(self, int8, "nibbles packed 16 x 8")),
             Format::Int4(g) => {
                 check_group(format, g)?;
-                int8(CHUNK, how!(self, int8, "nibbles packed 16 x 8, F16 scales"))
+                int8(CHUNK, -8, how!(self, int8, "nibbles packed 16 x 8, F16 scales"))
             }
             Format::Int4Asym(g) => {
                 check_group(format, g)?;
-                int8(CHUNK, how!(self, int8, "nibbles packed 16 x 8, F16 scales, zero points"))
+                int8(CHUNK, 1, how!(self, int8, "nibbles packed 16 x 8, F16 scales, zero points"))
             }
-            Format::Mxfp4 => int8(CHUNK, how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E8M0 scales")),
-            Format::Nvfp4 => {
-                int8(mx::NV_COLS, how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E4M3 scales"))
+            Format::Mxfp4 => {
+                int8(CHUNK, -E2M1_ZERO, how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E8M0 scales"))
             }
+            Format::Nvfp4 => int8(
+                mx::NV_COLS,
+                -E2M1_ZERO,
+                how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E4M3 scales"),
+            ),
             other => Err(Unsupported::new(format!("no AVX product of {other}"))),
         }
     }

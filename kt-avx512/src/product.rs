@@ -9,13 +9,14 @@ use std::ops::Range;
 
 use kt_core::cpu::input::{BLOCK, Inputs};
 use kt_core::cpu::kernel::{Outputs, Scratch};
+use kt_core::format::mx;
 use kt_core::{Format, Group};
 
 use crate::isa::{Isa, Job};
 use crate::layout::{CHUNK, LINE, Layout, PANEL};
 use crate::lines::{
-    Bf16Lines, Bytes, Codes, E2M1_ZERO, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, Floats, Fp8, Lines,
-    Nibbles, NoScale, Scale, Unpack,
+    Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, Floats, Fp8, Lines, Nibbles,
+    NoScale, Scale, Unpack,
 };
 use crate::tile::{FloatTile, IntTile, Tile, scaled};
 
@@ -37,7 +38,7 @@ trait Path<I: Isa> {
 }
 
 /// INT8, INT4, MXFP4, NVFP4; see [`IntTile`].
-struct Ints<L, S, const XG: usize, const ZERO: usize>(PhantomData<(L, S)>);
+struct Ints<L, S, const XG: usize, const WG: usize, const ZERO: usize>(PhantomData<(L, S)>);
 /// Floating-point weights; see [`FloatTile`].
 struct Numbers<L, const SCALED: u8>(PhantomData<L>);
 
@@ -87,13 +88,15 @@ fn stream_panels(large: bool, light: bool, rows: usize) -> usize {
     }
 }
 
-impl<I: Isa, L: Codes, S: Scale, const XG: usize, const ZERO: usize> Path<I> for Ints<L, S, XG, ZERO> {
+impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize, const ZERO: usize> Path<I>
+    for Ints<L, S, XG, WG, ZERO>
+{
     type Lines = L;
     const ROWS: usize = 6;
     const LIGHT: bool = L::OPERANDS == 1 && S::BYTES == 0;
 
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
-        stream_shapes!(I::LARGE, r, p, isa.run(IntTile::<L, S, XG, ZERO, true, R, P> { tile, kind: PhantomData }))
+        stream_shapes!(I::LARGE, r, p, isa.run(IntTile::<L, S, XG, WG, ZERO, true, R, P> { tile, kind: PhantomData }))
     }
 
     fn cached(isa: I, r: usize, p: usize, tile: Tile<'_>) {
@@ -102,14 +105,14 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const ZERO: usize> Path<I> for
                 r,
                 p,
                 [4 x 2, 5 x 2, 6 x 2, 4 x 1, 5 x 1, 6 x 1],
-                isa.run(IntTile::<L::Unpacked, S, XG, ZERO, false, R, P> { tile, kind: PhantomData })
+                isa.run(IntTile::<L::Unpacked, S, XG, WG, ZERO, false, R, P> { tile, kind: PhantomData })
             )
         } else {
             shapes!(
                 r,
                 p,
                 [3 x 1, 4 x 1, 5 x 1, 6 x 1],
-                isa.run(IntTile::<L::Unpacked, S, XG, ZERO, false, R, P> { tile, kind: PhantomData })
+                isa.run(IntTile::<L::Unpacked, S, XG, WG, ZERO, false, R, P> { tile, kind: PhantomData })
             )
         }
     }
@@ -176,30 +179,38 @@ impl Job for Product<'_> {
             return;
         }
         let (int8, bf16, f32) = (isa.for_int8(), isa.for_bf16(), isa.for_f32());
+        // Whether groups are whole blocks.
+        let blocks = |group: Group| group.cols(BLOCK).is_multiple_of(BLOCK);
         match weights.format() {
-            Format::F32 => self.on::<_, Numbers<F32Lines, { scaled::NO }>>(f32, 0),
-            Format::F16 => self.on::<_, Numbers<F16Lines, { scaled::NO }>>(f32, 0),
-            Format::Bf16 => self.on::<_, Numbers<Bf16Lines, { scaled::NO }>>(bf16, 0),
-            Format::Fp8Channel => self.on::<_, Numbers<Fp8, { scaled::OUTPUTS }>>(bf16, 0),
-            Format::Fp8Block => self.on::<_, Numbers<Fp8, { scaled::TILES }>>(bf16, 0),
-            Format::Mxfp8 => self.on::<_, Numbers<Fp8, { scaled::GROUPS }>>(bf16, 0),
+            Format::F32 => self.on::<_, Numbers<F32Lines, { scaled::NO }>>(f32),
+            Format::F16 => self.on::<_, Numbers<F16Lines, { scaled::NO }>>(f32),
+            Format::Bf16 => self.on::<_, Numbers<Bf16Lines, { scaled::NO }>>(bf16),
+            Format::Fp8Channel => self.on::<_, Numbers<Fp8, { scaled::OUTPUTS }>>(bf16),
+            Format::Fp8Block => self.on::<_, Numbers<Fp8, { scaled::TILES }>>(bf16),
+            Format::Mxfp8 => self.on::<_, Numbers<Fp8, { scaled::GROUPS }>>(bf16),
             Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) => {
-                self.on::<_, Ints<Bytes<0>, NoScale, BLOCK, 0>>(int8, 128)
+                self.on::<_, Ints<Bytes<0>, NoScale, BLOCK, 0, 0>>(int8)
             }
-            Format::Int8(_) | Format::Int8Offset(_) => self.on::<_, Ints<Bytes<0>, F16Scale, CHUNK, 0>>(int8, 128),
-            Format::Int8Asym(_) => self.on::<_, Ints<Bytes<0>, F16Scale, CHUNK, 2>>(int8, 0),
-            Format::Int4(Group::Row) => self.on::<_, Ints<Nibbles, NoScale, CHUNK, 0>>(int8, 8),
-            Format::Int4(_) => self.on::<_, Ints<Nibbles, F16Scale, CHUNK, 0>>(int8, 8),
-            Format::Int4Asym(_) => self.on::<_, Ints<Nibbles, F16Scale, CHUNK, 1>>(int8, 0),
-            Format::Mxfp4 => self.on::<_, Ints<E2m1, E8m0Scale, CHUNK, 0>>(int8, E2M1_ZERO),
-            Format::Nvfp4 => self.on::<_, Ints<E2m1, E4m3Scale, { kt_core::format::mx::NV_COLS }, 0>>(int8, E2M1_ZERO),
+            Format::Int8(g) | Format::Int8Offset(g) if blocks(g) => {
+                self.on::<_, Ints<Bytes<0>, F16Scale, CHUNK, BLOCK, 0>>(int8)
+            }
+            Format::Int8(_) | Format::Int8Offset(_) => self.on::<_, Ints<Bytes<0>, F16Scale, CHUNK, CHUNK, 0>>(int8),
+            Format::Int8Asym(g) if blocks(g) => self.on::<_, Ints<Bytes<0>, F16Scale, CHUNK, BLOCK, 2>>(int8),
+            Format::Int8Asym(_) => self.on::<_, Ints<Bytes<0>, F16Scale, CHUNK, CHUNK, 2>>(int8),
+            Format::Int4(Group::Row) => self.on::<_, Ints<Nibbles, NoScale, CHUNK, 0, 0>>(int8),
+            Format::Int4(g) if blocks(g) => self.on::<_, Ints<Nibbles, F16Scale, CHUNK, BLOCK, 0>>(int8),
+            Format::Int4(_) => self.on::<_, Ints<Nibbles, F16Scale, CHUNK, CHUNK, 0>>(int8),
+            Format::Int4Asym(g) if blocks(g) => self.on::<_, Ints<Nibbles, F16Scale, CHUNK, BLOCK, 1>>(int8),
+            Format::Int4Asym(_) => self.on::<_, Ints<Nibbles, F16Scale, CHUNK, CHUNK, 1>>(int8),
+            Format::Mxfp4 => self.on::<_, Ints<E2m1, E8m0Scale, CHUNK, CHUNK, 0>>(int8),
+            Format::Nvfp4 => self.on::<_, Ints<E2m1, E4m3Scale, { mx::NV_COLS }, { mx::NV_COLS }, 0>>(int8),
             other => unreachable!("{other} was never accepted"),
         }
     }
 }
 
 impl Product<'_> {
-    fn on<I: Isa, K: Path<I>>(self, isa: I, zero_point: i32) {
+    fn on<I: Isa, K: Path<I>>(self, isa: I) {
         let Outputs { of: weights, range, next } = self.outputs;
         let layout = Layout::new(weights.format(), weights.cols());
         let packed = &weights.bytes()[range.start / PANEL * layout.panel_bytes()..];
@@ -228,7 +239,6 @@ impl Product<'_> {
                 group_at: layout.groups_at + start * BLOCK / group * layout.record,
                 group,
                 group_left: group - start * BLOCK % group,
-                zero_point,
                 inputs: &inputs[start * input_stride..],
                 input_stride,
                 blocks,

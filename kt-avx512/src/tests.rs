@@ -127,7 +127,7 @@ impl Rows {
         match self.layout {
             InputLayout::F32 => f32_at(k * 4) as f64,
             InputLayout::Bf16 => bf16_to_f32(u16::from_le_bytes([block[k * 2], block[k * 2 + 1]])) as f64,
-            InputLayout::Int8 { group } => block[k] as i8 as f64 * f32_at(BLOCK + k / group * 4) as f64,
+            InputLayout::Int8 { group, .. } => block[k] as i8 as f64 * f32_at(BLOCK + k / group * 4) as f64,
         }
     }
 }
@@ -402,9 +402,9 @@ fn inputs_and_activations_are_those_of_the_core() {
             for layout in [
                 InputLayout::F32,
                 InputLayout::Bf16,
-                InputLayout::Int8 { group: 16 },
-                InputLayout::Int8 { group: 32 },
-                InputLayout::Int8 { group: 128 },
+                InputLayout::Int8 { group: 16, times: 1 },
+                InputLayout::Int8 { group: 32, times: -8 },
+                InputLayout::Int8 { group: 128, times: -128 },
             ] {
                 let (mut got, mut want) = (vec![1; layout.block_bytes()], vec![2; layout.block_bytes()]);
                 kernel.pack_input(layout, &x, &mut got);

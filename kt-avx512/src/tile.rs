@@ -43,8 +43,6 @@ pub(crate) struct Tile<'a> {
     pub group: usize,
     /// See `group`.
     pub group_left: usize,
-    /// What the codes are stored with as an offset, unless each group has its own.
-    pub zero_point: i32,
     /// Input rows, from the first block: block `b` of row `r` begins at `b * input_stride + r * block_bytes`.
     pub inputs: &'a [u8],
     /// See `inputs`.
@@ -148,13 +146,14 @@ impl Tile<'_> {
 
 /// Unsigned codes x signed inputs with a scale per `XG` columns.
 ///
-/// `S`: the group scales of the weights. `ZERO`: bytes of the zero point that follows each of them; 0 where all are
-/// [`Tile::zero_point`]. `STREAM`: lines come from memory.
+/// Weights have a scale per `WG` columns, or several times as many, of kind `S`; 0: none but that of the output. `ZERO`: bytes of the
+/// zero point that follows each scale; 0 where the sums of codes in the inputs come multiplied with it. `STREAM`: lines come from memory.
 pub(crate) struct IntTile<
     'a,
     L,
     S,
     const XG: usize,
+    const WG: usize,
     const ZERO: usize,
     const STREAM: bool,
     const R: usize,
@@ -164,27 +163,38 @@ pub(crate) struct IntTile<
     pub kind: PhantomData<(L, S)>,
 }
 
-impl<L: Codes, S: Scale, const XG: usize, const ZERO: usize, const STREAM: bool, const R: usize, const P: usize> Job
-    for IntTile<'_, L, S, XG, ZERO, STREAM, R, P>
+impl<
+    L: Codes,
+    S: Scale,
+    const XG: usize,
+    const WG: usize,
+    const ZERO: usize,
+    const STREAM: bool,
+    const R: usize,
+    const P: usize,
+> Job for IntTile<'_, L, S, XG, WG, ZERO, STREAM, R, P>
 {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
         let t = self.tile;
-        let groups = BLOCK / XG;
-        let input_bytes = BLOCK + groups * 8;
+        const { assert!(WG.is_multiple_of(XG)) };
+        // Columns of a sum before it is added to the total.
+        let columns = if WG == 0 { XG } else { WG };
+        let sums_at = BLOCK + BLOCK / XG * 4;
+        let input_bytes = sums_at + BLOCK / XG * 4;
         let record = PANEL * (S::BYTES + ZERO);
         let records =
             if record == 0 { 0 } else { (t.blocks * BLOCK).saturating_sub(t.group_left).div_ceil(t.group) + 1 };
         let block_bytes = BLOCK * PANEL / L::OPERANDS;
         t.check(R, P, t.blocks * block_bytes, (t.group_at + records * record).max(PANEL * 4), input_bytes);
-        assert!(record == 0 || t.group.is_multiple_of(XG) && t.group_left.is_multiple_of(XG) && t.group_left > 0);
+        assert!(record == 0 || t.group.is_multiple_of(WG) && t.group_left.is_multiple_of(WG) && t.group_left > 0);
 
         // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of R rows, and a
         // record for every group.
         let table = L::table(isa);
-        let offset = if L::SPAN == 0 { I::WIDE_OFFSET } else { 0 };
+        let offset = isa.splat(if L::SPAN == 0 { I::WIDE_OFFSET } else { 0 });
         let words = isa.splat(0xffff);
-        let mut zeros = [isa.splat((offset - t.zero_point) & 0xffff); P];
+        let mut zeros = [isa.splat(0); P];
         let mut total = t.begin::<I, R, P>(isa);
         let mut line = t.weights.as_ptr();
         let mut x = t.inputs.as_ptr();
@@ -195,83 +205,101 @@ impl<L: Codes, S: Scale, const XG: usize, const ZERO: usize, const STREAM: bool,
             if !STREAM {
                 t.fetch::<P>(block);
             }
-            for g in 0..groups {
-                if ZERO > 0 {
-                    for (p, zero) in zeros.iter_mut().enumerate() {
-                        let at = scale.wrapping_add(p * t.scale_stride + PANEL * S::BYTES);
-                        // SAFETY: 16 zero points of this group of panel `p`, in bounds as said above.
-                        let z = unsafe { if ZERO == 1 { isa.load_u8(at) } else { isa.load_i16(at) } };
-                        *zero = isa.and(isa.sub(isa.splat(offset), z), words);
+            for c in 0..BLOCK / columns {
+                let mut part = [[isa.zero(); P]; R];
+                for g in 0..columns / XG {
+                    let k = c * columns + g * XG;
+                    if ZERO > 0 && g == 0 {
+                        for (p, zero) in zeros.iter_mut().enumerate() {
+                            let at = scale.wrapping_add(p * t.scale_stride + PANEL * S::BYTES);
+                            // SAFETY: 16 zero points of this group of panel `p`, in bounds as said above.
+                            let z = unsafe { if ZERO == 1 { isa.load_u8(at) } else { isa.load_i16(at) } };
+                            *zero = isa.and(isa.sub(offset, z), words);
+                        }
                     }
-                }
-                let mut sums = [[isa.splat(0); P]; R];
-                for (r, sums) in sums.iter_mut().enumerate() {
-                    // SAFETY: the sum of the codes of group `g` of row `r`, in bounds as said above.
-                    let codes = unsafe { isa.load_dword(x.add(r * input_bytes + BLOCK + (groups + g) * 4)) };
-                    // Such a sum fits a word, and the upper words of `zeros` are 0.
-                    for (sum, &zero) in sums.iter_mut().zip(&zeros) {
-                        *sum = isa.madd(zero, codes);
+                    let mut sums = [[isa.splat(0); P]; R];
+                    for (r, sums) in sums.iter_mut().enumerate() {
+                        // SAFETY: a sum of codes of row `r`, in bounds as said above.
+                        let codes = unsafe { isa.load_dword(x.add(r * input_bytes + sums_at + k / XG * 4)) };
+                        for (sum, &zero) in sums.iter_mut().zip(&zeros) {
+                            // Such a sum fits a word, and the upper words of `zeros` are 0.
+                            *sum = if ZERO > 0 { isa.madd(zero, codes) } else { codes };
+                        }
                     }
-                }
-                let span = if L::SPAN == 0 { XG } else { L::SPAN };
-                let lines = span / 4 / L::OPERANDS;
-                for s in 0..XG / span {
-                    let mut acc = sums;
-                    if L::SPAN > 0 {
-                        for acc in acc.iter_mut() {
+                    let span = if L::SPAN == 0 || L::SPAN > XG { XG } else { L::SPAN };
+                    let lines = span / 4 / L::OPERANDS;
+                    for s in 0..XG / span {
+                        let mut acc = sums;
+                        if L::SPAN > 0 {
                             for acc in acc.iter_mut() {
-                                *acc = isa.narrow_begin(*acc);
-                            }
-                        }
-                    }
-                    for j in 0..lines {
-                        let mut w = [[isa.splat(0); 2]; P];
-                        for (p, w) in w.iter_mut().enumerate() {
-                            let at = line.wrapping_add(p * t.weight_stride);
-                            if STREAM {
-                                prefetch_once(at.wrapping_add(ahead));
-                            }
-                            // SAFETY: the next line of panel `p`, in bounds as said above.
-                            *w = L::operands(isa, table, unsafe { isa.load(at) });
-                        }
-                        line = line.wrapping_add(LINE);
-                        for l in 0..L::OPERANDS {
-                            let k = g * XG + s * span + (j * L::OPERANDS + l) * 4;
-                            if L::SPAN == 0 {
-                                let mut wide = [isa.wide(w[0][l]); P];
-                                for (wide, w) in wide.iter_mut().zip(&w) {
-                                    *wide = isa.wide(w[l]);
+                                for acc in acc.iter_mut() {
+                                    *acc = isa.narrow_begin(*acc);
                                 }
-                                for (r, acc) in acc.iter_mut().enumerate() {
-                                    // SAFETY: four codes of row `r`, in bounds as said above.
-                                    let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
-                                    for (acc, &w) in acc.iter_mut().zip(&wide) {
-                                        *acc = isa.dot_wide(*acc, w, x);
+                            }
+                        }
+                        for j in 0..lines {
+                            let mut w = [[isa.splat(0); 2]; P];
+                            for (p, w) in w.iter_mut().enumerate() {
+                                let at = line.wrapping_add(p * t.weight_stride);
+                                if STREAM {
+                                    prefetch_once(at.wrapping_add(ahead));
+                                }
+                                // SAFETY: the next line of panel `p`, in bounds as said above.
+                                *w = L::operands(isa, table, unsafe { isa.load(at) });
+                            }
+                            line = line.wrapping_add(LINE);
+                            for l in 0..L::OPERANDS {
+                                let k = k + s * span + (j * L::OPERANDS + l) * 4;
+                                if L::SPAN == 0 {
+                                    let mut wide = [isa.wide(w[0][l]); P];
+                                    for (wide, w) in wide.iter_mut().zip(&w) {
+                                        *wide = isa.wide(w[l]);
+                                    }
+                                    for (r, acc) in acc.iter_mut().enumerate() {
+                                        // SAFETY: four codes of row `r`, in bounds as said above.
+                                        let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
+                                        for (acc, &w) in acc.iter_mut().zip(&wide) {
+                                            *acc = isa.dot_wide(*acc, w, x);
+                                        }
+                                    }
+                                } else {
+                                    for (r, acc) in acc.iter_mut().enumerate() {
+                                        // SAFETY: four codes of row `r`, in bounds as said above.
+                                        let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
+                                        for (acc, w) in acc.iter_mut().zip(&w) {
+                                            *acc = isa.dot_narrow(*acc, w[l], x);
+                                        }
                                     }
                                 }
+                            }
+                        }
+                        if L::SPAN > 0 {
+                            for (sums, acc) in sums.iter_mut().zip(&acc) {
+                                for (sum, &acc) in sums.iter_mut().zip(acc) {
+                                    *sum = isa.narrow_end(*sum, acc);
+                                }
+                            }
+                        } else {
+                            sums = acc;
+                        }
+                    }
+                    for (r, sums) in sums.iter().enumerate() {
+                        // SAFETY: a scale of row `r`, in bounds as said above.
+                        let x_scale = unsafe { isa.load_f32(x.add(r * input_bytes + BLOCK + k / XG * 4)) };
+                        for p in 0..P {
+                            let sum = isa.to_f32(sums[p]);
+                            if WG == 0 {
+                                total[r][p] = isa.mul_add(sum, x_scale, total[r][p]);
                             } else {
-                                for (r, acc) in acc.iter_mut().enumerate() {
-                                    // SAFETY: four codes of row `r`, in bounds as said above.
-                                    let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
-                                    for (acc, w) in acc.iter_mut().zip(&w) {
-                                        *acc = isa.dot_narrow(*acc, w[l], x);
-                                    }
-                                }
+                                let first = g == 0;
+                                let part = &mut part[r][p];
+                                *part = if first { isa.mul(sum, x_scale) } else { isa.mul_add(sum, x_scale, *part) };
                             }
                         }
-                    }
-                    if L::SPAN > 0 {
-                        for (sums, acc) in sums.iter_mut().zip(&acc) {
-                            for (sum, &acc) in sums.iter_mut().zip(acc) {
-                                *sum = isa.narrow_end(*sum, acc);
-                            }
-                        }
-                    } else {
-                        sums = acc;
                     }
                 }
-                let mut w_scale = [isa.zero(); P];
-                if S::BYTES > 0 {
+                if WG > 0 {
+                    let mut w_scale = [isa.zero(); P];
                     for (p, w_scale) in w_scale.iter_mut().enumerate() {
                         let at = scale.wrapping_add(p * t.scale_stride);
                         // SAFETY: 16 scales of this group of panel `p`, in bounds as said above.
@@ -280,21 +308,15 @@ impl<L: Codes, S: Scale, const XG: usize, const ZERO: usize, const STREAM: bool,
                             prefetch_once(at.wrapping_add(t.following()));
                         }
                     }
-                }
-                if record > 0 {
-                    left -= XG;
+                    left -= WG;
                     if left == 0 {
                         left = t.group;
                         scale = scale.wrapping_add(record);
                     }
-                }
-                for (r, sums) in sums.iter().enumerate() {
-                    // SAFETY: the scale of group `g` of row `r`, in bounds as said above.
-                    let x_scale = unsafe { isa.load_f32(x.add(r * input_bytes + BLOCK + g * 4)) };
-                    for p in 0..P {
-                        let sum = isa.to_f32(sums[p]);
-                        let (a, b) = if S::BYTES > 0 { (isa.mul(sum, x_scale), w_scale[p]) } else { (sum, x_scale) };
-                        total[r][p] = isa.mul_add(a, b, total[r][p]);
+                    for (total, part) in total.iter_mut().zip(&part) {
+                        for p in 0..P {
+                            total[p] = isa.mul_add(part[p], w_scale[p], total[p]);
+                        }
                     }
                 }
             }

@@ -16,7 +16,7 @@ use kt_core::testing::Random;
 use kt_core::{Format, Matrix};
 use kt_llamafile::Llamafile;
 
-const LAYOUT: InputLayout = InputLayout::Int8 { group: 32 };
+const LAYOUT: InputLayout = InputLayout::Int8 { group: 32, times: 1 };
 const WEIGHT_BYTES: usize = 256 << 20;
 /// (outputs, inputs): gate or up, and down, of Qwen3-30B-A3B.
 const SHAPES: [(usize, usize); 2] = [(768, 2048), (2048, 768)];

@@ -15,7 +15,7 @@ use kt_core::{Format, Matrix, Unsupported};
 use crate::x86;
 
 /// How input rows are rounded for every format here: groups of 32, the groups of Q8_0 and Q4_K.
-pub(crate) const INPUTS: InputLayout = InputLayout::Int8 { group: 32 };
+pub(crate) const INPUTS: InputLayout = InputLayout::Int8 { group: 32, times: 1 };
 
 /// The instruction sets that this crate has products for; a value of it proves that the CPU has them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

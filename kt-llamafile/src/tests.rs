@@ -12,7 +12,7 @@ use kt_core::{Format, Group, Matrix};
 
 use crate::Llamafile;
 
-const LAYOUT: InputLayout = InputLayout::Int8 { group: 32 };
+const LAYOUT: InputLayout = InputLayout::Int8 { group: 32, times: 1 };
 const ROWS: [usize; 8] = [1, 2, 3, 5, 8, 13, 40, 300];
 
 /// What this backend multiplies itself.
@@ -274,7 +274,7 @@ fn a_non_finite_input_poisons_its_row_only() {
 fn packing_and_activation_equal_the_portable_code() {
     let x = random_rows(1, 128, 2);
     for k in kernels() {
-        for layout in [LAYOUT, InputLayout::Int8 { group: 128 }, InputLayout::Bf16, InputLayout::F32] {
+        for layout in [LAYOUT, InputLayout::Int8 { group: 128, times: 1 }, InputLayout::Bf16, InputLayout::F32] {
             for len in [0, 1, 33, 96, 128] {
                 let (mut got, mut want) = (vec![1; layout.block_bytes()], vec![2; layout.block_bytes()]);
                 k.pack_input(layout, &x[..len], &mut got);

@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 
 use kt_core::format::fp8::E4M3;
 
-use super::{Isa, largest8, ops, run_with, same_code, store_i8, sum8, token};
+use super::{Isa, largest8, least_sum8, ops, run_with, same_code, store_i8, sum8, token};
 
 token!(
     /// AVX2, FMA, F16C.
@@ -181,6 +181,13 @@ macro_rules! common {
             }}
             fn round(self, v: Flt) -> Flt { each!(h => _mm256_round_ps::<0>(v[h])) }
             fn sum(self, v: Flt) -> f32 { sum8(_mm256_add_ps(v[0], v[1])) }
+            fn least_sum(self, v: [Flt; 4]) -> usize {{
+                let mut halves = [_mm256_setzero_ps(); 4];
+                for (half, v) in halves.iter_mut().zip(v) {
+                    *half = _mm256_add_ps(v[0], v[1]);
+                }
+                least_sum8(halves)
+            }}
             fn largest(self, v: Flt) -> f32 { largest8(_mm256_max_ps(v[0], v[1])) }
             fn sub(self, a: Int, b: Int) -> Int { halves!(_mm256_sub_epi32(a, b)) }
             fn and(self, a: Int, b: Int) -> Int { halves!(_mm256_and_si256(a, b)) }

@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 
 use kt_core::format::fp8::E4M3;
 
-use super::{Isa, largest8, ops, run_with, same_code, store_i8, sum8, token};
+use super::{Isa, largest8, least_sum8, ops, run_with, same_code, store_i8, sum8, token};
 
 token!(
     /// AVX-512 F, BW, VL, DQ.
@@ -126,6 +126,13 @@ macro_rules! common {
             fn sum(self, v: __m512) -> f32 {
                 sum8(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v)))
             }
+            fn least_sum(self, v: [__m512; 4]) -> usize {{
+                let mut halves = [_mm256_setzero_ps(); 4];
+                for (half, v) in halves.iter_mut().zip(v) {
+                    *half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
+                }
+                least_sum8(halves)
+            }}
             fn largest(self, v: __m512) -> f32 {
                 largest8(_mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v)))
             }

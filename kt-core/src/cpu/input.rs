@@ -19,12 +19,14 @@ pub enum InputLayout {
     F32,
     /// 128 BF16, rounded to nearest even.
     Bf16,
-    /// 128 signed codes in -127..=127; then one F32 scale per `group` columns; then, per group, the sum of its codes as I32.
+    /// 128 signed codes in -127..=127; then one F32 scale per `group` columns; then an I32 for each group: `times` the sum of its codes.
     ///
     /// `x = scale * code`, the scale being the best of four. A group with a NaN or an infinity has a NaN scale and zero codes; an all-zero group has scale 0.
     Int8 {
         /// Columns per scale: 16, 32 or 128.
         group: usize,
+        /// Minus the zero point of weights whose products start from the sums, or 1.
+        times: i32,
     },
 }
 
@@ -35,7 +37,7 @@ impl InputLayout {
         match self {
             InputLayout::F32 => BLOCK * 4,
             InputLayout::Bf16 => BLOCK * 2,
-            InputLayout::Int8 { group } => BLOCK + BLOCK / group * 8,
+            InputLayout::Int8 { group, .. } => BLOCK + BLOCK / group * 8,
         }
     }
 
@@ -50,7 +52,7 @@ impl fmt::Display for InputLayout {
         match self {
             InputLayout::F32 => f.pad("f32 inputs"),
             InputLayout::Bf16 => f.pad("bf16 inputs"),
-            InputLayout::Int8 { group } => f.pad(&format!("int8 inputs, groups of {group}")),
+            InputLayout::Int8 { group, .. } => f.pad(&format!("int8 inputs, groups of {group}")),
         }
     }
 }
@@ -71,14 +73,15 @@ pub fn pack_block(layout: InputLayout, x: &[f32], out: &mut [u8]) {
                 o.copy_from_slice(&f32_to_bf16(v).to_le_bytes());
             }
         }
-        InputLayout::Int8 { group } => {
+        InputLayout::Int8 { group, times } => {
             let (codes, rest) = out.split_at_mut(BLOCK);
             let (scales, sums) = rest.split_at_mut(BLOCK / group * 4);
             for (g, x) in full.chunks_exact(group).enumerate() {
                 let codes = &mut codes[g * group..][..group];
-                let (scale, sum) = round_group(x, codes);
+                let scale = round_group(x, codes);
+                let sum: i32 = codes.iter().map(|&c| i32::from(c as i8)).sum();
                 scales[g * 4..][..4].copy_from_slice(&scale.to_le_bytes());
-                sums[g * 4..][..4].copy_from_slice(&sum.to_le_bytes());
+                sums[g * 4..][..4].copy_from_slice(&(sum * times).to_le_bytes());
             }
         }
     }
@@ -108,9 +111,9 @@ fn fold(mut lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
 /// lane by lane.
 const TO_INTEGER: f32 = (3 << 22) as f32;
 
-/// Rounds a group to codes; returns scale and sum of codes.
+/// Rounds a group to codes; returns the scale.
 #[inline(always)]
-fn round_group(x: &[f32], codes: &mut [u8]) -> (f32, i32) {
+fn round_group(x: &[f32], codes: &mut [u8]) -> f32 {
     let lanes = x.as_chunks::<LANES>().0;
     let mut amax = [0f32; LANES];
     let mut poison = [0f32; LANES];
@@ -127,7 +130,7 @@ fn round_group(x: &[f32], codes: &mut [u8]) -> (f32, i32) {
     if !finite || !(inverse * TOPS[0]).is_finite() {
         codes.fill(0);
         // Not a number, or infinite: the group is NaN. Below 4e-37 (or all zero): it counts as zero.
-        return (if finite { 0.0 } else { f32::NAN }, 0);
+        return if finite { 0.0 } else { f32::NAN };
     }
     let mut best = (f32::INFINITY, TOPS[0]);
     for top in TOPS {
@@ -145,15 +148,12 @@ fn round_group(x: &[f32], codes: &mut [u8]) -> (f32, i32) {
         }
     }
     let (up, down) = (inverse * best.1, amax / best.1);
-    let mut sums = [0i32; LANES];
     for (codes, x) in codes.as_chunks_mut::<LANES>().0.iter_mut().zip(lanes) {
         for l in 0..LANES {
-            let q = (x[l] * up + TO_INTEGER).to_bits() as i32 - TO_INTEGER.to_bits() as i32;
-            codes[l] = q as u8;
-            sums[l] += q;
+            codes[l] = ((x[l] * up + TO_INTEGER).to_bits() as i32 - TO_INTEGER.to_bits() as i32) as u8;
         }
     }
-    (down, sums.iter().sum())
+    down
 }
 
 /// Packed input rows, borrowed.
@@ -221,8 +221,8 @@ mod tests {
     #[test]
     fn int8_blocks_round_to_nearest_and_pad_with_zeros() {
         let x: Vec<f32> = (0..100).map(|i| (i as f32 - 50.0) * 0.37).collect();
-        for group in [32, 128] {
-            let layout = InputLayout::Int8 { group };
+        for (group, times) in [(32, 1), (16, -8), (128, -128)] {
+            let layout = InputLayout::Int8 { group, times };
             let mut out = vec![0xaa; layout.block_bytes()];
             pack_block(layout, &x, &mut out);
             let groups = BLOCK / group;
@@ -231,7 +231,7 @@ mod tests {
                 let scale = f32::from_le_bytes(f(BLOCK + g * 4));
                 let sum = i32::from_le_bytes(f(BLOCK + groups * 4 + g * 4));
                 let codes: Vec<i32> = out[g * group..][..group].iter().map(|&c| c as i8 as i32).collect();
-                assert_eq!(sum, codes.iter().sum::<i32>());
+                assert_eq!(sum, times * codes.iter().sum::<i32>());
                 let largest = codes.iter().map(|c| c.abs()).max().unwrap();
                 assert!((124..=127).contains(&largest) || x[(g * group).min(x.len())..].is_empty(), "{largest}");
                 for (i, c) in codes.iter().enumerate() {
@@ -247,14 +247,14 @@ mod tests {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut x = [1.0f32; BLOCK];
             x[40] = bad;
-            let layout = InputLayout::Int8 { group: 32 };
+            let layout = InputLayout::Int8 { group: 32, times: 1 };
             let mut out = vec![0; layout.block_bytes()];
             pack_block(layout, &x, &mut out);
             let scale = |g: usize| f32::from_le_bytes(out[BLOCK + g * 4..][..4].try_into().unwrap());
             assert!(scale(1).is_nan() && scale(0) == scale(2) && scale(0) > 0.0);
         }
-        let mut out = vec![1; InputLayout::Int8 { group: 32 }.block_bytes()];
-        pack_block(InputLayout::Int8 { group: 32 }, &[0.0; 128], &mut out);
+        let mut out = vec![1; InputLayout::Int8 { group: 32, times: 1 }.block_bytes()];
+        pack_block(InputLayout::Int8 { group: 32, times: 1 }, &[0.0; 128], &mut out);
         assert!(out.iter().all(|&b| b == 0));
     }
 }

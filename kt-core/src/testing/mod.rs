@@ -72,7 +72,7 @@ pub fn bound(fit: &Fit) -> f64 {
         .map(|layout| match layout {
             InputLayout::F32 => 1e-5,
             InputLayout::Bf16 => 0.005,
-            InputLayout::Int8 { group } if *group <= 32 => 0.012,
+            InputLayout::Int8 { group, .. } if *group <= 32 => 0.012,
             InputLayout::Int8 { .. } => 0.02,
         })
         .fold(0.0, f64::max)
