@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // kernel
 
-use kt_core::cpu::input::{self, BLOCK, InputLayout, TOPS};
+use kt_core::cpu::input::{self, BLOCK, InputLayout, TOPS, WORTH};
 
 use crate::isa::{Isa, Job};
 
@@ -55,40 +55,39 @@ fn groups<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], times: i32, out: &mu
     let (scales, sums) = rest.split_at_mut(BLOCK / G * 4);
     for g in 0..BLOCK / G {
         let (x, codes) = (&x[g * G..][..G], &mut codes[g * G..][..G]);
-        let mut largest = isa.zero();
-        let mut poison = isa.zero();
+        let mut largest = isa.splat(0);
         for i in 0..G / LANES {
-            largest = isa.max(isa.abs(load(isa, x, i)), largest);
-            poison = isa.mul_add(load(isa, x, i), isa.zero(), poison);
+            largest = isa.max(largest, isa.as_int(isa.abs(load(isa, x, i))));
         }
-        let amax = isa.largest(largest);
-        let finite = isa.sum(poison) == 0.0;
+        let amax = f32::from_bits(isa.largest(largest));
         let inverse = 1.0 / amax;
-        if !finite || !(inverse * TOPS[0]).is_finite() {
+        if !amax.is_finite() || !(inverse * TOPS[0]).is_finite() {
             codes.fill(0);
             sums[g * 4..][..4].fill(0);
-            let scale: f32 = if finite { 0.0 } else { f32::NAN };
+            let scale: f32 = if amax.is_finite() { 0.0 } else { f32::NAN };
             scales[g * 4..][..4].copy_from_slice(&scale.to_le_bytes());
             continue;
         }
         let mut errors = [isa.zero(); TOPS.len()];
         for (errors, top) in errors.iter_mut().zip(TOPS) {
-            let (up, down) = (isa.splat_f32(inverse * top), isa.splat_f32(amax / top));
+            let up = isa.splat_f32(inverse * top);
             for i in 0..G / LANES {
-                let rounded = isa.mul(isa.round(isa.mul(load(isa, x, i), up)), down);
-                let e = isa.sub_f32(load(isa, x, i), rounded);
-                *errors = isa.add_f32(*errors, isa.mul(e, e));
+                let e = isa.fraction(isa.mul(load(isa, x, i), up));
+                *errors = isa.mul_add(e, e, *errors);
             }
         }
         // No branch: which of them is best is chance.
-        let top = TOPS[isa.least_sum(errors)];
+        let top = TOPS[isa.least_sum(errors, WORTH)];
         let up = isa.splat_f32(inverse * top);
         scales[g * 4..][..4].copy_from_slice(&(amax / top).to_le_bytes());
-        let mut total = 0;
+        let mut rounded = isa.splat(0);
         for (i, codes) in codes.chunks_exact_mut(LANES).enumerate() {
+            let v = isa.rounded(isa.mul(load(isa, x, i), up));
             // SAFETY: 16 bytes.
-            total += unsafe { isa.store_i8(codes.as_mut_ptr(), isa.mul(load(isa, x, i), up)) };
+            unsafe { isa.store_i8(codes.as_mut_ptr(), v) };
+            rounded = isa.add(rounded, v);
         }
+        let total = isa.sum(rounded);
         sums[g * 4..][..4].copy_from_slice(&(total * times).to_le_bytes());
     }
 }

@@ -122,27 +122,27 @@ pub(crate) unsafe trait Isa: Copy {
     fn mul_add(self, a: Self::Flt, b: Self::Flt, c: Self::Flt) -> Self::Flt;
     /// 16 times a number.
     fn splat_f32(self, v: f32) -> Self::Flt;
-    /// `a + b`.
-    fn add_f32(self, a: Self::Flt, b: Self::Flt) -> Self::Flt;
-    /// `a - b`.
-    fn sub_f32(self, a: Self::Flt, b: Self::Flt) -> Self::Flt;
-    /// The larger one; `b` where `a` is NaN.
-    fn max(self, a: Self::Flt, b: Self::Flt) -> Self::Flt;
+    /// `a + b` of dwords.
+    fn add(self, a: Self::Int, b: Self::Int) -> Self::Int;
+    /// The larger one, of unsigned dwords.
+    fn max(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// Magnitudes.
     fn abs(self, v: Self::Flt) -> Self::Flt;
+    /// What remains after the nearest integer, ties to even, is subtracted.
+    fn fraction(self, v: Self::Flt) -> Self::Flt;
     /// The nearest integers, ties to even.
-    fn round(self, v: Self::Flt) -> Self::Flt;
-    /// The sum, of pairs 8 lanes apart, then 4, 2 and 1.
-    fn sum(self, v: Self::Flt) -> f32;
-    /// Which of four has the smallest sum, as [`Isa::sum`] sums; the first of equals.
-    fn least_sum(self, v: [Self::Flt; 4]) -> usize;
-    /// The largest lane.
-    fn largest(self, v: Self::Flt) -> f32;
-    /// Rounds numbers of magnitude below 128 to nearest and stores them as signed bytes; returns their sum.
+    fn rounded(self, v: Self::Flt) -> Self::Int;
+    /// The sum of dwords.
+    fn sum(self, v: Self::Int) -> i32;
+    /// Which of four has the smallest sum times its `worth`, the first of equals. Sums are of pairs 8 lanes apart, then 4, 2 and 1.
+    fn least_sum(self, v: [Self::Flt; 4], worth: [f32; 4]) -> usize;
+    /// The largest lane, of unsigned dwords.
+    fn largest(self, v: Self::Int) -> u32;
+    /// Stores dwords in -128..=127 as bytes.
     ///
     /// # Safety
     /// `p .. p + 16` is writable.
-    unsafe fn store_i8(self, p: *mut u8, v: Self::Flt) -> i32;
+    unsafe fn store_i8(self, p: *mut u8, v: Self::Int);
     /// `a - b` of dwords.
     fn sub(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// `a & b`.
@@ -201,26 +201,12 @@ pub(crate) fn prefetch_later(p: *const u8) {
     unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
 }
 
-/// The sum of lanes, of pairs 4 lanes apart, then 2 and 1.
+/// See [`Isa::least_sum`], of sums of lanes 8 apart.
 ///
 /// # Safety
 /// The CPU has AVX.
 #[inline(always)]
-unsafe fn sum8(v: __m256) -> f32 {
-    // SAFETY: the instructions by the caller's promise; registers only.
-    unsafe {
-        let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
-        let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
-        _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
-    }
-}
-
-/// Which of four has the smallest sum, as [`sum8`] sums; the first of equals.
-///
-/// # Safety
-/// The CPU has AVX.
-#[inline(always)]
-unsafe fn least_sum8(v: [__m256; 4]) -> usize {
+unsafe fn least_sum8(v: [__m256; 4], worth: [f32; 4]) -> usize {
     // SAFETY: the instructions by the caller's promise; registers only.
     unsafe {
         let mut four = [_mm_setzero_ps(); 4];
@@ -231,44 +217,39 @@ unsafe fn least_sum8(v: [__m256; 4]) -> usize {
         let ab = _mm_add_ps(_mm_movelh_ps(four[0], four[1]), _mm_movehl_ps(four[1], four[0]));
         let cd = _mm_add_ps(_mm_movelh_ps(four[2], four[3]), _mm_movehl_ps(four[3], four[2]));
         let sums = _mm_add_ps(_mm_shuffle_ps::<0b10_00_10_00>(ab, cd), _mm_shuffle_ps::<0b11_01_11_01>(ab, cd));
+        let sums = _mm_mul_ps(sums, _mm_setr_ps(worth[0], worth[1], worth[2], worth[3]));
         let least = _mm_min_ps(sums, _mm_shuffle_ps::<0b01_00_11_10>(sums, sums));
         let least = _mm_min_ps(least, _mm_shuffle_ps::<0b10_11_00_01>(least, least));
-        // Never 0 among numbers; 3 is what is left if all were NaN.
+        // One at least is equal; the bit keeps the index in range whatever comes.
         (_mm_movemask_ps(_mm_cmpeq_ps(sums, least)) | 8).trailing_zeros() as usize
     }
 }
 
-/// The largest lane.
+/// The sum of dwords.
 ///
 /// # Safety
-/// The CPU has AVX.
+/// The CPU has AVX2.
 #[inline(always)]
-unsafe fn largest8(v: __m256) -> f32 {
+unsafe fn sum8(v: __m256i) -> i32 {
     // SAFETY: the instructions by the caller's promise; registers only.
     unsafe {
-        let v = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
-        let v = _mm_max_ps(v, _mm_movehl_ps(v, v));
-        _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)))
-    }
-}
-
-/// Stores 16 dwords in -128..=127 as bytes; returns their sum.
-///
-/// # Safety
-/// The CPU has AVX2, and `p .. p + 16` is writable.
-#[inline(always)]
-unsafe fn store_i8(p: *mut u8, a: __m256i, b: __m256i) -> i32 {
-    // SAFETY: writable, and the instructions, by the caller's promise.
-    unsafe {
-        // Packing works within lanes of 128 bits: dwords 0 4 1 5 in order.
-        let words = _mm256_packs_epi32(a, b);
-        let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
-        let bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words));
-        _mm_storeu_si128(p.cast(), bytes);
-        let v = _mm256_add_epi32(a, b);
         let v = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256::<1>(v));
         let v = _mm_add_epi32(v, _mm_unpackhi_epi64(v, v));
         _mm_cvtsi128_si32(_mm_add_epi32(v, _mm_shuffle_epi32::<1>(v)))
+    }
+}
+
+/// The largest of unsigned dwords.
+///
+/// # Safety
+/// The CPU has AVX2.
+#[inline(always)]
+unsafe fn largest8(v: __m256i) -> u32 {
+    // SAFETY: the instructions by the caller's promise; registers only.
+    unsafe {
+        let v = _mm_max_epu32(_mm256_castsi256_si128(v), _mm256_extracti128_si256::<1>(v));
+        let v = _mm_max_epu32(v, _mm_unpackhi_epi64(v, v));
+        _mm_cvtsi128_si32(_mm_max_epu32(v, _mm_shuffle_epi32::<1>(v))) as u32
     }
 }
 

@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 
 use kt_core::format::fp8::E4M3;
 
-use super::{Isa, largest8, least_sum8, ops, run_with, same_code, store_i8, sum8, token};
+use super::{Isa, largest8, least_sum8, ops, run_with, same_code, sum8, token};
 
 token!(
     /// AVX2, FMA, F16C.
@@ -155,9 +155,14 @@ macro_rules! common {
         }
 
         #[inline(always)]
-        unsafe fn store_i8(self, p: *mut u8, v: Flt) -> i32 {
+        unsafe fn store_i8(self, p: *mut u8, v: Int) {
             // SAFETY: writable by the caller's promise, and `self` proves AVX2.
-            unsafe { store_i8(p, _mm256_cvtps_epi32(v[0]), _mm256_cvtps_epi32(v[1])) }
+            unsafe {
+                // Packing works within lanes of 128 bits: dwords 0 4 1 5 in order.
+                let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(v[0], v[1]));
+                let bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words));
+                _mm_storeu_si128(p.cast(), bytes);
+            }
         }
 
         #[inline(always)]
@@ -172,23 +177,23 @@ macro_rules! common {
             fn mul(self, a: Flt, b: Flt) -> Flt { halves!(_mm256_mul_ps(a, b)) }
             fn mul_add(self, a: Flt, b: Flt, c: Flt) -> Flt { halves!(_mm256_fmadd_ps(a, b, c)) }
             fn splat_f32(self, v: f32) -> Flt { [_mm256_set1_ps(v); 2] }
-            fn add_f32(self, a: Flt, b: Flt) -> Flt { halves!(_mm256_add_ps(a, b)) }
-            fn sub_f32(self, a: Flt, b: Flt) -> Flt { halves!(_mm256_sub_ps(a, b)) }
-            fn max(self, a: Flt, b: Flt) -> Flt { halves!(_mm256_max_ps(a, b)) }
+            fn add(self, a: Int, b: Int) -> Int { halves!(_mm256_add_epi32(a, b)) }
+            fn max(self, a: Int, b: Int) -> Int { halves!(_mm256_max_epu32(a, b)) }
             fn abs(self, v: Flt) -> Flt {{
                 let sign = _mm256_set1_ps(-0.0);
                 each!(h => _mm256_andnot_ps(sign, v[h]))
             }}
-            fn round(self, v: Flt) -> Flt { each!(h => _mm256_round_ps::<0>(v[h])) }
-            fn sum(self, v: Flt) -> f32 { sum8(_mm256_add_ps(v[0], v[1])) }
-            fn least_sum(self, v: [Flt; 4]) -> usize {{
+            fn fraction(self, v: Flt) -> Flt { each!(h => _mm256_sub_ps(v[h], _mm256_round_ps::<0>(v[h]))) }
+            fn rounded(self, v: Flt) -> Int { halves!(_mm256_cvtps_epi32(v)) }
+            fn sum(self, v: Int) -> i32 { sum8(_mm256_add_epi32(v[0], v[1])) }
+            fn least_sum(self, v: [Flt; 4], worth: [f32; 4]) -> usize {{
                 let mut halves = [_mm256_setzero_ps(); 4];
                 for (half, v) in halves.iter_mut().zip(v) {
                     *half = _mm256_add_ps(v[0], v[1]);
                 }
-                least_sum8(halves)
+                least_sum8(halves, worth)
             }}
-            fn largest(self, v: Flt) -> f32 { largest8(_mm256_max_ps(v[0], v[1])) }
+            fn largest(self, v: Int) -> u32 { largest8(_mm256_max_epu32(v[0], v[1])) }
             fn sub(self, a: Int, b: Int) -> Int { halves!(_mm256_sub_epi32(a, b)) }
             fn and(self, a: Int, b: Int) -> Int { halves!(_mm256_and_si256(a, b)) }
             fn madd(self, a: Int, b: Int) -> Int { halves!(_mm256_madd_epi16(a, b)) }

@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 
 use kt_core::format::fp8::E4M3;
 
-use super::{Isa, largest8, least_sum8, ops, run_with, same_code, store_i8, sum8, token};
+use super::{Isa, largest8, least_sum8, ops, run_with, same_code, sum8, token};
 
 token!(
     /// AVX-512 F, BW, VL, DQ.
@@ -101,12 +101,9 @@ macro_rules! common {
         }
 
         #[inline(always)]
-        unsafe fn store_i8(self, p: *mut u8, v: __m512) -> i32 {
-            // SAFETY: writable by the caller's promise, and `self` proves AVX-512 F and AVX2.
-            unsafe {
-                let v = _mm512_cvtps_epi32(v);
-                store_i8(p, _mm512_castsi512_si256(v), _mm512_extracti64x4_epi64::<1>(v))
-            }
+        unsafe fn store_i8(self, p: *mut u8, v: __m512i) {
+            // SAFETY: writable by the caller's promise, and `self` proves AVX-512 F.
+            unsafe { _mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(v)) }
         }
 
         ops! {
@@ -118,23 +115,23 @@ macro_rules! common {
             fn mul(self, a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
             fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
             fn splat_f32(self, v: f32) -> __m512 { _mm512_set1_ps(v) }
-            fn add_f32(self, a: __m512, b: __m512) -> __m512 { _mm512_add_ps(a, b) }
-            fn sub_f32(self, a: __m512, b: __m512) -> __m512 { _mm512_sub_ps(a, b) }
-            fn max(self, a: __m512, b: __m512) -> __m512 { _mm512_max_ps(a, b) }
+            fn add(self, a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) }
+            fn max(self, a: __m512i, b: __m512i) -> __m512i { _mm512_max_epu32(a, b) }
             fn abs(self, v: __m512) -> __m512 { _mm512_abs_ps(v) }
-            fn round(self, v: __m512) -> __m512 { _mm512_roundscale_ps::<0>(v) }
-            fn sum(self, v: __m512) -> f32 {
-                sum8(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v)))
+            fn fraction(self, v: __m512) -> __m512 { _mm512_reduce_ps::<0>(v) }
+            fn rounded(self, v: __m512) -> __m512i { _mm512_cvtps_epi32(v) }
+            fn sum(self, v: __m512i) -> i32 {
+                sum8(_mm256_add_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64::<1>(v)))
             }
-            fn least_sum(self, v: [__m512; 4]) -> usize {{
+            fn least_sum(self, v: [__m512; 4], worth: [f32; 4]) -> usize {{
                 let mut halves = [_mm256_setzero_ps(); 4];
                 for (half, v) in halves.iter_mut().zip(v) {
                     *half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
                 }
-                least_sum8(halves)
+                least_sum8(halves, worth)
             }}
-            fn largest(self, v: __m512) -> f32 {
-                largest8(_mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v)))
+            fn largest(self, v: __m512i) -> u32 {
+                largest8(_mm256_max_epu32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64::<1>(v)))
             }
             fn sub(self, a: __m512i, b: __m512i) -> __m512i { _mm512_sub_epi32(a, b) }
             fn and(self, a: __m512i, b: __m512i) -> __m512i { _mm512_and_si512(a, b) }

@@ -94,6 +94,10 @@ const LANES: usize = 16;
 /// draws loses 5 % less than the first: enough to keep groups of 32 within their accuracy bound, for a few cycles.
 pub const TOPS: [f32; 4] = [127.0, 126.0, 125.0, 124.0];
 
+/// What a squared error in codes is worth, for each of [`TOPS`], in the same unit.
+pub const WORTH: [f32; 4] =
+    [1.0 / (127.0 * 127.0), 1.0 / (126.0 * 126.0), 1.0 / (125.0 * 125.0), 1.0 / (124.0 * 124.0)];
+
 /// Combines lanes pairwise, in a fixed order.
 #[inline(always)]
 fn fold(mut lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
@@ -115,34 +119,32 @@ const TO_INTEGER: f32 = (3 << 22) as f32;
 #[inline(always)]
 fn round_group(x: &[f32], codes: &mut [u8]) -> f32 {
     let lanes = x.as_chunks::<LANES>().0;
-    let mut amax = [0f32; LANES];
-    let mut poison = [0f32; LANES];
+    let mut largest = [0u32; LANES];
     for x in lanes {
         for l in 0..LANES {
-            let v = x[l].abs();
-            amax[l] = if v > amax[l] { v } else { amax[l] };
-            poison[l] += x[l] * 0.0;
+            largest[l] = largest[l].max(x[l].abs().to_bits());
         }
     }
-    let amax = fold(amax, |a, b| if b > a { b } else { a });
-    let finite = fold(poison, |a, b| a + b) == 0.0;
+    // Magnitudes are ordered as their bits, NaN above all.
+    let amax = f32::from_bits(largest.into_iter().fold(0, u32::max));
     let inverse = 1.0 / amax;
-    if !finite || !(inverse * TOPS[0]).is_finite() {
+    if !amax.is_finite() || !(inverse * TOPS[0]).is_finite() {
         codes.fill(0);
         // Not a number, or infinite: the group is NaN. Below 4e-37 (or all zero): it counts as zero.
-        return if finite { 0.0 } else { f32::NAN };
+        return if amax.is_finite() { 0.0 } else { f32::NAN };
     }
     let mut best = (f32::INFINITY, TOPS[0]);
-    for top in TOPS {
-        let (up, down) = (inverse * top, amax / top);
+    for (top, worth) in TOPS.into_iter().zip(WORTH) {
+        let up = inverse * top;
         let mut errors = [0f32; LANES];
         for x in lanes {
             for l in 0..LANES {
-                let e = x[l] - (x[l] * up).round_ties_even() * down;
-                errors[l] += e * e;
+                let code = x[l] * up;
+                let e = code - code.round_ties_even();
+                errors[l] = e.mul_add(e, errors[l]);
             }
         }
-        let error = fold(errors, |a, b| a + b);
+        let error = fold(errors, |a, b| a + b) * worth;
         if error < best.0 {
             best = (error, top);
         }
