@@ -1,5 +1,6 @@
 //! Chooses a backend for every layer, loads, and runs batches.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Progress};
@@ -460,41 +461,40 @@ impl LayerExperts {
         output.clear();
         output.resize(batch.tokens * self.spec.hidden, 0.0);
         if batch.tokens <= self.pass_tokens {
-            output = self.pass(batch.input.clone(), batch.tokens, &batch.topk_ids, &batch.topk_weights, output)?;
+            output = self.pass(&batch.input, 0..batch.tokens, &batch.topk_ids, &batch.topk_weights, output)?;
         } else {
             let (hidden, top_k) = (self.spec.hidden, batch.top_k());
+            let mut part = Vec::new();
             for first in (0..batch.tokens).step_by(self.pass_tokens) {
                 let tokens = first..batch.tokens.min(first + self.pass_tokens);
                 let slots = tokens.start * top_k..tokens.end * top_k;
-                let elements = tokens.start * hidden..tokens.end * hidden;
-                let input = match &*batch.input {
-                    Hidden::F32(v) => Hidden::F32(v[elements.clone()].to_vec()),
-                    Hidden::Bf16(v) => Hidden::Bf16(v[elements.clone()].to_vec()),
-                };
-                let zeros = vec![0.0; elements.len()];
                 let (ids, weights) = (&batch.topk_ids[slots.clone()], &batch.topk_weights[slots]);
-                let part = self.pass(Arc::new(input), tokens.len(), ids, weights, zeros)?;
-                output[elements].copy_from_slice(&part);
+                part.clear();
+                part.resize(tokens.len() * hidden, 0.0);
+                part = self.pass(&batch.input, tokens, ids, weights, part)?;
+                output[first * hidden..][..part.len()].copy_from_slice(&part);
             }
         }
         batch.output = output;
         Ok(())
     }
 
-    /// All banks work at the same time; their outputs are added in the order of the banks.
+    /// Tokens `tokens` of the input, with their `ids` and `weights`. All banks work at the same time; their outputs are added in the order of the banks.
     fn pass(
         &self,
-        input: Arc<Hidden>,
-        tokens: usize,
+        input: &Arc<Hidden>,
+        tokens: Range<usize>,
         ids: &[i32],
         weights: &[f32],
         output: Vec<f32>,
     ) -> Result<Vec<f32>> {
+        let (first, tokens) = (tokens.start, tokens.len());
         let top_k = (ids.len() / tokens.max(1)).max(1);
         let shares = scheduler::split(ids, weights, top_k, &self.homes, self.banks.len());
         let mut works = self.banks.iter().zip(shares).map(|(bank, share)| {
             let work = Work {
                 input: input.clone(),
+                first,
                 tokens,
                 hidden: self.spec.hidden,
                 rows: share.rows,
@@ -503,12 +503,12 @@ impl LayerExperts {
             };
             (bank, work)
         });
-        let Some((first, mut work)) = works.next() else { return Ok(output) };
+        let Some((bank, mut work)) = works.next() else { return Ok(output) };
         let others: Vec<Pending<Work>> = works
             .map(|(bank, work)| bank.experts.submit(Work { output: vec![0.0; tokens * self.spec.hidden], ..work }))
             .collect();
         work.output = output;
-        let mut output = first.experts.run(work)?.output;
+        let mut output = bank.experts.run(work)?.output;
         for pending in others {
             let other = pending.wait()?;
             output.iter_mut().zip(&other.output).for_each(|(o, v)| *o += v);
@@ -535,6 +535,7 @@ impl LayerExperts {
             let share = shares.pop().unwrap_or_default();
             let work = Work {
                 input: batch.input.clone(),
+                first: 0,
                 tokens: batch.tokens,
                 hidden: self.spec.hidden,
                 rows: share.rows,

@@ -57,7 +57,7 @@ impl From<Vec<bf16>> for Hidden {
 /// One (token, expert) pair.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Row {
-    /// Row of the batch.
+    /// Token of the work.
     pub token: u32,
     /// Routing weight.
     pub weight: f32,
@@ -76,9 +76,11 @@ pub struct ExpertRows {
 /// that made it.
 #[derive(Debug, Clone)]
 pub struct Work {
-    /// Hidden states `[tokens, hidden]`, shared by the banks of a layer.
+    /// Hidden states `[_, hidden]` of the whole batch, shared by the banks of a layer.
     pub input: Arc<Hidden>,
-    /// Rows of the batch.
+    /// The row of `input` that is token 0 of this work: long batches are done in several passes.
+    pub first: usize,
+    /// Tokens of this work.
     pub tokens: usize,
     /// Width of the hidden state.
     pub hidden: usize,

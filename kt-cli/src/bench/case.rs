@@ -128,13 +128,15 @@ pub struct Caller<'a> {
     hidden: Vec<bf16>,
     random: Random,
     next_layer: usize,
+    /// Used again and again, as an application would: memory new to the process costs more than what some calls compute.
+    batches: Vec<Batch>,
 }
 
 impl<'a> Caller<'a> {
     pub fn new(experts: &'a Experts, shape: &'a Shape, tokens: usize) -> Self {
         let mut random = Random(tokens as u64);
         let hidden = (0..tokens * shape.hidden).map(|_| bf16::from_f32(random.normal())).collect();
-        Caller { experts, shape, tokens, hidden, random, next_layer: 0 }
+        Caller { experts, shape, tokens, hidden, random, next_layer: 0, batches: Vec::new() }
     }
 
     /// The layer whose turn it is.
@@ -144,9 +146,16 @@ impl<'a> Caller<'a> {
         &layers[self.next_layer % layers.len()]
     }
 
-    fn batch(&mut self) -> kt::Result<Batch> {
-        let (ids, weights) = route(&mut self.random, self.tokens, self.shape.experts, self.shape.top_k);
-        Batch::new(self.tokens, self.hidden.clone(), ids, weights)
+    /// Draws the routing of `count` batches.
+    fn draw(&mut self, count: usize) -> kt::Result<()> {
+        for i in 0..count {
+            let (ids, weights) = route(&mut self.random, self.tokens, self.shape.experts, self.shape.top_k);
+            match self.batches.get_mut(i) {
+                Some(batch) => batch.set(self.tokens, self.hidden.clone(), ids, weights)?,
+                None => self.batches.push(Batch::new(self.tokens, self.hidden.clone(), ids, weights)?),
+            }
+        }
+        Ok(())
     }
 
     /// Calls for `length`, at least one; `pause` goes before each.
@@ -156,9 +165,10 @@ impl<'a> Caller<'a> {
         let mut calls = Vec::new();
         let start = Instant::now();
         while calls.is_empty() || start.elapsed() < length {
-            let mut batches = (0..group).map(|_| self.batch()).collect::<kt::Result<Vec<_>>>()?;
-            for batch in &mut batches {
+            self.draw(group)?;
+            for i in 0..group {
                 let layer = self.layer();
+                let batch = &mut self.batches[i];
                 pause();
                 let start = Instant::now();
                 layer.forward(batch)?;
@@ -166,7 +176,7 @@ impl<'a> Caller<'a> {
                 let distinct = batch.topk_ids().iter().collect::<BTreeSet<_>>().len();
                 calls.push(Call { seconds, bytes: distinct as f64 * layer.spec().expert_bytes() as f64 });
             }
-            let output = batches.last().map(Batch::output).unwrap_or_default();
+            let output = self.batches.last().map(Batch::output).unwrap_or_default();
             if !output.iter().all(|v| v.is_finite()) || output.iter().all(|&v| v == 0.0) {
                 bail!(
                     "the layer's output is not made of numbers, or all zero: a kernel is broken, its speed means nothing"

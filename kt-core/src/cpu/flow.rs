@@ -376,8 +376,10 @@ impl<K: Kernel> BankInner<K> {
         let mut used = vec![false; tokens];
         work.rows.iter().for_each(|r| used[r.token as usize] = true);
         let input = work.input.clone();
+        let first = work.first;
         let read = |row: usize, columns: Range<usize>, out: &mut [f32]| {
-            input.read(row * hidden + columns.start..row * hidden + columns.end, out);
+            let start = (first + row) * hidden;
+            input.read(start + columns.start..start + columns.end, out);
             used[row]
         };
         let [x0, x1] = &mut buffers.x;

@@ -140,6 +140,7 @@ fn work(
     let share = scheduler::split(ids, weights, top_k, &homes, 1).remove(0);
     Work {
         input: Arc::new(input.clone()),
+        first: 0,
         tokens,
         hidden,
         rows: share.rows,
@@ -401,6 +402,7 @@ fn two_banks(
     for (experts, share) in split.iter().zip(scheduler::split(&ids, &weights, 2, &homes, 2)) {
         let work = Work {
             input: Arc::new(input.clone()),
+            first: 0,
             tokens,
             hidden,
             rows: share.rows,
