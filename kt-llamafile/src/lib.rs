@@ -12,6 +12,8 @@
 //! ```
 
 mod kernel;
+#[allow(dead_code)] // until the kernels read it
+mod layout;
 #[cfg(all(test, target_arch = "x86_64"))]
 mod tests;
 #[cfg(target_arch = "x86_64")]

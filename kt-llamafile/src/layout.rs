@@ -1,0 +1,619 @@
+//! How GGUF blocks are repacked.
+//!
+//! ```text
+//! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …                      outputs padded to 16
+//! panel    plane 0 of all blocks | plane 1 of all blocks | group records | super records   each part padded to 64 bytes
+//! block    16 steps of 8 columns                                                     columns padded to 128
+//! operand  64 bytes: the code of column k + i (i in 0..4) of output o is byte 4 * o + i
+//! step     operand A (columns 0..4) and operand B (columns 4..8), their bits spread over the planes
+//! ```
+//!
+//! The codes are unsigned, as the readers of `kt_core::format::ggml` give them; those of Q8_0 are 128 more than their values. A plane
+//! holds some bits of every code, so many bytes a step:
+//!
+//! | bits | bytes a step | where they are |
+//! | --- | --- | --- |
+//! | 8 | 128 | A, then B |
+//! | 4 | 64 | byte `j` is `A[j] \| B[j] << 4` |
+//! | 2 | 32 | byte `j` is `A[j] \| A[32 + j] << 2 \| B[j] << 4 \| B[32 + j] << 6` |
+//! | 1 | 16 | bit `n` of the first 8 bytes (one little-endian number) is of `A[n]`, of the last 8 of `B[n]` |
+//!
+//! | types | plane 0 | plane 1 | a group, and its record | record of 256 columns |
+//! | --- | --- | --- | --- | --- |
+//! | Q8_0 | 8 bits | none | 32 columns: 16 F16 `d` | none |
+//! | Q4_0, IQ4_NL | 4 bits | none | as Q8_0 | none |
+//! | Q5_0 | low 4 bits | bit 4 | as Q8_0 | none |
+//! | Q4_1 | 4 bits | none | 32 columns: 16 F16 `d`, 16 F16 `m` | none |
+//! | Q5_1 | low 4 bits | bit 4 | as Q4_1 | none |
+//! | MXFP4 | 4 bits | none | 32 columns: 16 exponent bytes | none |
+//! | TQ1_0, TQ2_0 | 2 bits | none | 256 columns: 16 F16 `d` | none |
+//! | Q2_K | 2 bits | none | 16 columns: 16 bytes, scale low and minimum high | 16 F16 `d`, 16 F16 `dmin` |
+//! | Q3_K | low 2 bits | bit 2 | 16 columns: 16 I8 scales | 16 F16 `d` |
+//! | Q4_K | 4 bits | none | 32 columns: 16 U8 scales, 16 U8 minima | as Q2_K |
+//! | Q5_K | low 4 bits | bit 4 | as Q4_K | as Q2_K |
+//! | Q6_K | low 4 bits | bits 4 and 5 | as Q3_K | as Q3_K |
+//! | IQ4_XS | 4 bits | none | 32 columns: 16 I8 scales | as Q3_K |
+//!
+//! An unpacked operand is one of `vpdpbusd`. Records lie in the order of their columns, and F16 numbers keep their bits, so that nothing
+//! is rounded. What pads outputs and columns is zero in every part, which adds nothing to a product: scales and minima are
+//! zero, or (MXFP4) the value of code zero is.
+
+use kt_core::cpu::input::BLOCK;
+use kt_core::format::ggml;
+use kt_core::{Format, Matrix};
+
+/// Outputs of a panel.
+pub(crate) const PANEL: usize = 16;
+/// What parts of a panel are padded to.
+const LINE: usize = 64;
+/// Columns that are packed at a time: a block of the K types, two of a panel.
+const TILE: usize = ggml::K_COLS;
+/// Bytes of one bit of each code of a block.
+const BIT: usize = BLOCK * PANEL / 8;
+/// Bytes of an F16 number of each output.
+const HALVES: usize = PANEL * 2;
+
+/// Where things are in a packed matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Layout {
+    /// Blocks of 128 columns.
+    pub blocks: usize,
+    /// Bytes of each plane of a block; the second is 0 where there is none.
+    pub planes: [usize; 2],
+    /// Where the records of groups begin in a panel.
+    pub groups_at: usize,
+    /// Columns of a group: 16, 32 or 256.
+    pub group: usize,
+    /// Bytes of the record of a group.
+    pub record: usize,
+    /// Where the records of 256 columns begin in a panel.
+    pub supers_at: usize,
+    /// Bytes of the record of 256 columns: 32 with `d`, 64 with `d` and `dmin`, 0 where there is none.
+    pub super_record: usize,
+}
+
+impl Layout {
+    /// The layout of a matrix of a type that is repacked.
+    ///
+    /// # Panics
+    /// When it is of another type: a caller's error.
+    pub fn new(format: Format, cols: usize) -> Self {
+        let ([low, high], group, record, super_record) = match format {
+            Format::Q8_0 => ([8, 0], 32, HALVES, 0),
+            Format::Q4_0 | Format::Iq4Nl => ([4, 0], 32, HALVES, 0),
+            Format::Q5_0 => ([4, 1], 32, HALVES, 0),
+            Format::Q4_1 => ([4, 0], 32, HALVES * 2, 0),
+            Format::Q5_1 => ([4, 1], 32, HALVES * 2, 0),
+            Format::Mxfp4Ggml => ([4, 0], 32, PANEL, 0),
+            Format::Tq1_0 | Format::Tq2_0 => ([2, 0], 256, HALVES, 0),
+            Format::Q2K => ([2, 0], 16, PANEL, HALVES * 2),
+            Format::Q3K => ([2, 1], 16, PANEL, HALVES),
+            Format::Q4K => ([4, 0], 32, PANEL * 2, HALVES * 2),
+            Format::Q5K => ([4, 1], 32, PANEL * 2, HALVES * 2),
+            Format::Q6K => ([4, 2], 16, PANEL, HALVES),
+            Format::Iq4Xs => ([4, 0], 32, PANEL, HALVES),
+            other => panic!("{other} is not repacked"),
+        };
+        let blocks = cols.div_ceil(BLOCK);
+        let groups_at = blocks * BIT * (low + high);
+        let groups = (blocks * BLOCK).div_ceil(group);
+        Layout {
+            blocks,
+            planes: [BIT * low, BIT * high],
+            groups_at,
+            group,
+            record,
+            supers_at: groups_at + (groups * record).next_multiple_of(LINE),
+            super_record,
+        }
+    }
+
+    /// Bytes from one panel to the next, a multiple of 64.
+    pub fn panel_bytes(&self) -> usize {
+        let supers = (self.blocks * BLOCK).div_ceil(TILE);
+        self.supers_at + (supers * self.super_record).next_multiple_of(LINE)
+    }
+}
+
+/// Packs `matrix` into `out`, which is zeroed and has a whole panel for every 16 outputs or part of them.
+pub(crate) fn pack(matrix: &Matrix, out: &mut [u8]) {
+    let format = matrix.format();
+    let layout = Layout::new(format, matrix.cols());
+    let (cols, bytes) = ggml::block(format).expect("types that are repacked have blocks");
+    let (records, tile_bytes) = (cols / layout.group * layout.record, TILE / cols * bytes);
+    let [low, high] = layout.planes.map(|bytes| bytes / BIT);
+    // A matrix of no columns has panels of no bytes.
+    for (panel, out) in out.chunks_exact_mut(layout.panel_bytes().max(1)).enumerate() {
+        let first = panel * PANEL;
+        let outputs = PANEL.min(matrix.rows() - first);
+        let (planes, scales) = out.split_at_mut(layout.groups_at);
+        let (plane_0, plane_1) = planes.split_at_mut(layout.blocks * layout.planes[0]);
+        let (groups, supers) = scales.split_at_mut(layout.supers_at - layout.groups_at);
+        // Those of absent outputs stay zero.
+        let mut operands = [[0; PANEL]; TILE / 4];
+        for tile in 0..(layout.blocks * BLOCK).div_ceil(TILE) {
+            for o in 0..outputs {
+                let row = matrix.row(first + o);
+                let blocks = &row[tile * tile_bytes..row.len().min((tile + 1) * tile_bytes)];
+                for (operand, codes) in operands.iter_mut().zip(codes(format, blocks).as_chunks::<4>().0) {
+                    operand[o] = u32::from_le_bytes(*codes);
+                }
+                for (b, block) in blocks.chunks_exact(bytes).enumerate() {
+                    let groups = &mut groups[(tile * (TILE / cols) + b) * records..][..records];
+                    let super_record = &mut supers[tile * layout.super_record..][..layout.super_record];
+                    put_scales(format, block, o, groups, super_record);
+                }
+            }
+            let plane_0 = tile_of(plane_0, tile, layout.planes[0]);
+            match low {
+                8 => put_bytes(&operands, plane_0),
+                4 => put_nibbles(&operands, plane_0),
+                _ => put_pairs(&operands, 0, plane_0),
+            }
+            let plane_1 = tile_of(plane_1, tile, layout.planes[1]);
+            match high {
+                2 => put_pairs(&operands, low, plane_1),
+                1 => put_bits(&operands, low, plane_1),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// The part of a plane that a tile fills: two blocks, or the last one.
+fn tile_of(plane: &mut [u8], tile: usize, block_bytes: usize) -> &mut [u8] {
+    let bytes = block_bytes * (TILE / BLOCK);
+    let end = plane.len().min((tile + 1) * bytes);
+    &mut plane[tile * bytes..end]
+}
+
+/// The codes of a block of 256 columns, or of up to 8 blocks of 32; zeros where there are fewer.
+fn codes(format: Format, blocks: &[u8]) -> [u8; TILE] {
+    match format {
+        Format::Q8_0 => by_blocks(blocks, |b: &[u8; ggml::Q8_0_BYTES]| std::array::from_fn(|j| b[2 + j] ^ 0x80)),
+        Format::Q4_0 => by_blocks(blocks, ggml::q4_0_codes),
+        Format::Q4_1 => by_blocks(blocks, |b: &[u8; ggml::Q4_1_BYTES]| ggml::nibbles(tail(b))),
+        Format::Q5_0 => by_blocks(blocks, |b: &[u8; ggml::Q5_0_BYTES]| ggml::five_bit_codes(tail(b))),
+        Format::Q5_1 => by_blocks(blocks, |b: &[u8; ggml::Q5_1_BYTES]| ggml::five_bit_codes(tail(b))),
+        Format::Iq4Nl => by_blocks(blocks, |b: &[u8; ggml::IQ4_NL_BYTES]| ggml::nibbles(tail(b))),
+        Format::Mxfp4Ggml => by_blocks(blocks, |b: &[u8; ggml::MXFP4_BYTES]| ggml::nibbles(tail(b))),
+        Format::Q2K => ggml::bit_pairs(part(blocks, 16)),
+        Format::Q3K => ggml::q3k_codes(part(blocks, 0)),
+        Format::Q4K => ggml::q4k_codes(part(blocks, 0)),
+        Format::Q5K => ggml::q5k_codes(part(blocks, 0)),
+        Format::Q6K => ggml::q6k_codes(part(blocks, 0)),
+        Format::Iq4Xs => ggml::iq4_xs_codes(part(blocks, 0)),
+        Format::Tq1_0 => ggml::tq1_0_codes(part(blocks, 0)),
+        Format::Tq2_0 => ggml::bit_pairs(part(blocks, 0)),
+        _ => [0; TILE],
+    }
+}
+
+/// The codes of blocks of 32 columns, one block after another.
+#[inline(always)]
+fn by_blocks<const BYTES: usize>(blocks: &[u8], codes: impl Fn(&[u8; BYTES]) -> [u8; ggml::COLS]) -> [u8; TILE] {
+    let mut out = [0; TILE];
+    for (out, block) in out.as_chunks_mut().0.iter_mut().zip(blocks.as_chunks().0) {
+        *out = codes(block);
+    }
+    out
+}
+
+/// `N` bytes of a block from `at` on.
+#[inline(always)]
+fn part<const N: usize>(block: &[u8], at: usize) -> &[u8; N] {
+    block[at..].first_chunk().expect("a whole block")
+}
+
+/// The last `N` bytes of a block.
+#[inline(always)]
+fn tail<const N: usize>(block: &[u8]) -> &[u8; N] {
+    block.last_chunk().expect("a whole block")
+}
+
+/// Writes what a block of output `o` has besides codes: to the records of its groups, and of its 256 columns.
+fn put_scales(format: Format, block: &[u8], o: usize, groups: &mut [u8], super_record: &mut [u8]) {
+    // Number `i` of those at `at`, as part `i` of a record.
+    let halves = |i: usize, at: usize, record: &mut [u8]| {
+        record[i * HALVES + o * 2..][..2].copy_from_slice(&block[at + i * 2..][..2]);
+    };
+    match format {
+        Format::Q8_0 | Format::Q4_0 | Format::Q5_0 | Format::Iq4Nl => halves(0, 0, groups),
+        Format::Q4_1 | Format::Q5_1 => {
+            halves(0, 0, groups);
+            halves(1, 0, groups);
+        }
+        Format::Mxfp4Ggml => groups[o] = block[0],
+        Format::Tq1_0 => halves(0, 52, groups),
+        Format::Tq2_0 => halves(0, 64, groups),
+        Format::Q2K => {
+            put_each(&block[..16], o, groups);
+            halves(0, 80, super_record);
+            halves(1, 80, super_record);
+        }
+        Format::Q3K => {
+            put_each(&ggml::q3k_scales(part(block, 96)).map(|s| s as u8), o, groups);
+            halves(0, 108, super_record);
+        }
+        Format::Q4K | Format::Q5K => {
+            let (scales, mins) = ggml::q4k_scales(part(block, 4));
+            for ((record, scale), min) in groups.as_chunks_mut::<{ PANEL * 2 }>().0.iter_mut().zip(scales).zip(mins) {
+                record[o] = scale;
+                record[PANEL + o] = min;
+            }
+            halves(0, 0, super_record);
+            halves(1, 0, super_record);
+        }
+        Format::Q6K => {
+            put_each(&block[192..208], o, groups);
+            halves(0, 208, super_record);
+        }
+        Format::Iq4Xs => {
+            put_each(&ggml::iq4_xs_scales(part(block, 2)).map(|s| s as u8), o, groups);
+            halves(0, 0, super_record);
+        }
+        _ => {}
+    }
+}
+
+/// Writes a byte of each group to its record.
+#[inline(always)]
+fn put_each(bytes: &[u8], o: usize, groups: &mut [u8]) {
+    for (record, &byte) in groups.as_chunks_mut::<PANEL>().0.iter_mut().zip(bytes) {
+        record[o] = byte;
+    }
+}
+
+/// The operands of a tile: four codes of each output.
+type Operands = [[u32; PANEL]; TILE / 4];
+
+/// 8 bits of each code.
+fn put_bytes(operands: &Operands, plane: &mut [u8]) {
+    for (operand, line) in operands.iter().zip(plane.as_chunks_mut::<LINE>().0) {
+        put_line(operand, line);
+    }
+}
+
+/// The low 4 bits of each code.
+fn put_nibbles(operands: &Operands, plane: &mut [u8]) {
+    for ([a, b], line) in operands.as_chunks().0.iter().zip(plane.as_chunks_mut::<LINE>().0) {
+        let nibbles: [u32; PANEL] = std::array::from_fn(|o| a[o] & 0x0f0f_0f0f | (b[o] & 0x0f0f_0f0f) << 4);
+        put_line(&nibbles, line);
+    }
+}
+
+/// 2 bits of each code, from bit `shift` on.
+fn put_pairs(operands: &Operands, shift: usize, plane: &mut [u8]) {
+    const HALF: usize = PANEL / 2;
+    let pair = |v: u32| v >> shift & 0x0303_0303;
+    for ([a, b], line) in operands.as_chunks().0.iter().zip(plane.as_chunks_mut::<{ LINE / 2 }>().0) {
+        let pairs: [u32; HALF] =
+            std::array::from_fn(|o| pair(a[o]) | pair(a[HALF + o]) << 2 | pair(b[o]) << 4 | pair(b[HALF + o]) << 6);
+        put_line(&pairs, line);
+    }
+}
+
+/// Bit `shift` of each code.
+fn put_bits(operands: &Operands, shift: usize, plane: &mut [u8]) {
+    for (operand, out) in operands.iter().zip(plane.as_chunks_mut::<8>().0) {
+        for (out, [a, b]) in out.iter_mut().zip(operand.as_chunks::<2>().0) {
+            *out = gather_bits(*a as u64 | (*b as u64) << 32, shift);
+        }
+    }
+}
+
+/// Bit `shift` of each of eight bytes, that of the first one lowest.
+#[inline(always)]
+fn gather_bits(v: u64, shift: usize) -> u8 {
+    // The factor has bits 56, 49, … 7: byte `i` comes to bit 56 + i, and no two bits of the product meet.
+    ((v >> shift & 0x0101_0101_0101_0101).wrapping_mul(0x0102_0408_1020_4080) >> 56) as u8
+}
+
+#[inline(always)]
+fn put_line(dwords: &[u32], line: &mut [u8]) {
+    for (out, v) in line.as_chunks_mut::<4>().0.iter_mut().zip(dwords) {
+        *out = v.to_le_bytes();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kt_core::format::float::f16_at;
+    use kt_core::testing::Random;
+
+    const FORMATS: [Format; 15] = [
+        Format::Q8_0,
+        Format::Q4_0,
+        Format::Q4_1,
+        Format::Q5_0,
+        Format::Q5_1,
+        Format::Iq4Nl,
+        Format::Mxfp4Ggml,
+        Format::Q2K,
+        Format::Q3K,
+        Format::Q4K,
+        Format::Q5K,
+        Format::Q6K,
+        Format::Iq4Xs,
+        Format::Tq1_0,
+        Format::Tq2_0,
+    ];
+
+    /// Shapes in units of a block's columns: less than a panel, whole panels, a part of one; odd and even numbers of 128 columns, whole
+    /// and with padding.
+    const SHAPES: [(usize, usize); 8] = [(21, 3), (21, 5), (1, 1), (16, 4), (32, 8), (15, 9), (33, 12), (47, 2)];
+
+    /// Where the F16 numbers of a block are.
+    fn halves(format: Format) -> &'static [usize] {
+        match format {
+            Format::Mxfp4Ggml => &[],
+            Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K => &[0, 2],
+            Format::Q2K => &[80, 82],
+            Format::Q3K => &[108],
+            Format::Q6K => &[208],
+            Format::Tq1_0 => &[52],
+            Format::Tq2_0 => &[64],
+            _ => &[0],
+        }
+    }
+
+    /// Random bytes in valid blocks: every code, every scale, and every F16 that is finite.
+    fn random_matrix(format: Format, rows: usize, cols: usize, seed: u64) -> Matrix {
+        let mut random = Random(seed);
+        let (_, block_bytes) = ggml::block(format).unwrap();
+        let mut bytes: Vec<u8> = (0..rows * format.row_bytes(cols).unwrap()).map(|_| random.bits() as u8).collect();
+        for block in bytes.chunks_exact_mut(block_bytes) {
+            for &at in halves(format) {
+                let v = random.below(0x7c00) as u16 | (random.below(2) as u16) << 15;
+                block[at..at + 2].copy_from_slice(&v.to_le_bytes());
+            }
+            if format == Format::Mxfp4Ggml {
+                block[0] = random.below(255) as u8;
+            }
+        }
+        Matrix::new(format, rows, cols, bytes.into(), None).unwrap()
+    }
+
+    fn packed(matrix: &Matrix) -> Vec<u8> {
+        let panel = Layout::new(matrix.format(), matrix.cols()).panel_bytes();
+        let mut out = vec![0; matrix.rows().div_ceil(PANEL) * panel];
+        pack(matrix, &mut out);
+        out
+    }
+
+    /// Reads a panel one number at a time, straight from the description.
+    struct Reader<'a> {
+        format: Format,
+        layout: Layout,
+        panel: &'a [u8],
+    }
+
+    impl Reader<'_> {
+        /// So many bits of the code of column `k` of output `o` from the plane that begins at `plane`.
+        fn bits(&self, bits: usize, plane: usize, o: usize, k: usize) -> usize {
+            let (step, is_b, n) = (k / 8, k % 8 / 4, o * 4 + k % 4);
+            let byte = |step_bytes: usize, j: usize| self.panel[plane + step * step_bytes + j] as usize;
+            match bits {
+                8 => byte(128, is_b * 64 + n),
+                4 => byte(64, n) >> (is_b * 4) & 15,
+                2 => byte(32, n % 32) >> (is_b * 4 + n / 32 * 2) & 3,
+                1 => byte(16, is_b * 8 + n / 8) >> (n % 8) & 1,
+                _ => 0,
+            }
+        }
+
+        fn code(&self, o: usize, k: usize) -> usize {
+            let (low, high) = match self.format {
+                Format::Q8_0 => (8, 0),
+                Format::Q2K | Format::Tq1_0 | Format::Tq2_0 => (2, 0),
+                Format::Q3K => (2, 1),
+                Format::Q5_0 | Format::Q5_1 | Format::Q5K => (4, 1),
+                Format::Q6K => (4, 2),
+                _ => (4, 0),
+            };
+            let plane_1 = self.layout.blocks * self.layout.planes[0];
+            self.bits(low, 0, o, k) | self.bits(high, plane_1, o, k) << low
+        }
+
+        fn group(&self, k: usize) -> &[u8] {
+            &self.panel[self.layout.groups_at + k / self.layout.group * self.layout.record..][..self.layout.record]
+        }
+
+        fn super_record(&self, k: usize) -> &[u8] {
+            &self.panel[self.layout.supers_at + k / 256 * self.layout.super_record..][..self.layout.super_record]
+        }
+
+        fn value(&self, o: usize, k: usize) -> f32 {
+            let (q, group, sup) = (self.code(o, k), self.group(k), self.super_record(k));
+            let signed = |scale: u8| f16_at(sup, o) * scale as i8 as f32;
+            let minus = |v: i32| (q as i32 - v) as f32;
+            match self.format {
+                Format::Q8_0 => f16_at(group, o) * minus(128),
+                Format::Q4_0 => f16_at(group, o) * minus(8),
+                Format::Q5_0 => f16_at(group, o) * minus(16),
+                Format::Q4_1 | Format::Q5_1 => f16_at(group, o) * minus(0) + f16_at(group, 16 + o),
+                Format::Iq4Nl => f16_at(group, o) * ggml::IQ4_VALUES[q] as f32,
+                Format::Mxfp4Ggml => ggml::e8m0_half(group[o]) * ggml::MXFP4_HALVES[q] as f32,
+                Format::Tq1_0 | Format::Tq2_0 => f16_at(group, o) * minus(1),
+                Format::Q2K => {
+                    let (scale, min) = (group[o] & 15, group[o] >> 4);
+                    f16_at(sup, o) * scale as f32 * minus(0) - f16_at(sup, 16 + o) * min as f32
+                }
+                Format::Q4K | Format::Q5K => {
+                    let (scale, min) = (group[o], group[16 + o]);
+                    f16_at(sup, o) * scale as f32 * minus(0) - f16_at(sup, 16 + o) * min as f32
+                }
+                Format::Q3K => signed(group[o]) * minus(4),
+                Format::Q6K => signed(group[o]) * minus(32),
+                Format::Iq4Xs => signed(group[o]) * ggml::IQ4_VALUES[q] as f32,
+                other => panic!("{other}"),
+            }
+        }
+
+        /// The code and what scales it, for outputs and columns that are not there.
+        fn assert_nothing(&self, o: usize, k: usize) {
+            assert_eq!(self.code(o, k), 0, "{}: code of output {o}, column {k}", self.format);
+            let bytes = self.format == Format::Mxfp4Ggml || self.layout.super_record > 0;
+            for (name, record, width) in
+                [("group", self.group(k), if bytes { 1 } else { 2 }), ("256 columns", self.super_record(k), 2)]
+            {
+                for part in record.chunks_exact(width * PANEL) {
+                    let v = &part[o * width..][..width];
+                    assert!(v.iter().all(|&b| b == 0), "{}: {name} of output {o}, column {k}: {v:?}", self.format);
+                }
+            }
+            assert_eq!(self.value(o, k), 0.0, "{}: output {o}, column {k}", self.format);
+        }
+    }
+
+    /// Reads everything back and compares it with the decoder, bit for bit.
+    fn check(matrix: &Matrix) {
+        let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
+        let layout = Layout::new(format, cols);
+        let (bytes, want) = (packed(matrix), matrix.decode());
+        for (p, panel) in bytes.chunks_exact(layout.panel_bytes()).enumerate() {
+            let reader = Reader { format, layout, panel };
+            for o in 0..PANEL {
+                let row = p * PANEL + o;
+                let there = if row < rows { cols } else { 0 };
+                for k in 0..there {
+                    let (got, want) = (reader.value(o, k), want[row * cols + k]);
+                    assert_eq!(
+                        got.to_bits(),
+                        want.to_bits(),
+                        "{format} {rows}x{cols}: row {row}, column {k}: {got} {want}"
+                    );
+                }
+                for k in there..layout.blocks * BLOCK {
+                    reader.assert_nothing(o, k);
+                }
+            }
+            let padded = layout.blocks * BLOCK;
+            let groups_end = layout.groups_at + padded.div_ceil(layout.group) * layout.record;
+            let supers_end = layout.supers_at + padded.div_ceil(256) * layout.super_record;
+            assert!(panel[groups_end..layout.supers_at].iter().chain(&panel[supers_end..]).all(|&b| b == 0));
+        }
+    }
+
+    #[test]
+    fn every_number_is_found_where_the_layout_says() {
+        for format in FORMATS {
+            for (i, (rows, blocks)) in SHAPES.into_iter().enumerate() {
+                check(&random_matrix(format, rows, blocks * format.block_cols(), 7 + i as u64));
+            }
+        }
+    }
+
+    #[test]
+    fn rows_need_not_be_neighbours() {
+        for format in FORMATS {
+            let both = random_matrix(format, 42, 3 * format.block_cols(), 3);
+            check(&both.select_rows(1, 2, 21).unwrap());
+            check(&both.select_rows(21, 1, 21).unwrap());
+        }
+    }
+
+    #[test]
+    fn a_matrix_of_no_size_packs_to_nothing() {
+        for format in FORMATS {
+            let layout = Layout::new(format, 0);
+            assert_eq!((layout.blocks, layout.panel_bytes()), (0, 0), "{format}");
+            pack(&random_matrix(format, 0, format.block_cols(), 1), &mut []);
+            pack(&random_matrix(format, 5, 0, 1), &mut []);
+        }
+    }
+
+    #[test]
+    fn bits_of_eight_bytes_are_gathered_in_order() {
+        for n in 0..=255u8 {
+            let spread = (0..8).fold(0, |v, i| v | (n as u64 >> i & 1) << (8 * i));
+            for shift in 0..8 {
+                assert_eq!(gather_bits(spread << shift, shift), n);
+                assert_eq!(gather_bits(!(spread << shift), shift), !n);
+            }
+        }
+    }
+
+    /// One code with all bits set, at output 13 and column 128 + 22 of 256: where its bits are, by hand.
+    #[test]
+    fn bits_of_a_code_are_where_the_layout_says() {
+        // Step 2 of block 1, operand B (columns 20..24), byte 4 * 13 + 2.
+        let places: [(Format, &[(usize, u8)]); 6] = [
+            (Format::Q8_0, &[(2048 + 2 * 128 + 64 + 54, 0xff)]),
+            (Format::Q4_0, &[(1024 + 2 * 64 + 54, 0xf0)]),
+            (Format::Q5_0, &[(1024 + 2 * 64 + 54, 0xf0), (2048 + 256 + 2 * 16 + 8 + 6, 1 << 6)]),
+            (Format::Tq2_0, &[(512 + 2 * 32 + 22, 0xc0)]),
+            (Format::Q3K, &[(512 + 2 * 32 + 22, 0xc0), (1024 + 256 + 2 * 16 + 8 + 6, 1 << 6)]),
+            (Format::Q6K, &[(1024 + 2 * 64 + 54, 0xf0), (2048 + 512 + 2 * 32 + 22, 0xc0)]),
+        ];
+        for (format, want) in places {
+            let layout = Layout::new(format, 256);
+            let (cols, bytes) = ggml::block(format).unwrap();
+            let mut row = vec![0; 256 / cols * bytes];
+            // Column 150 is 22 of a block of 32, or 22 of the second half of one of 256.
+            match format {
+                Format::Q8_0 => row[4 * 34 + 2 + 22] = 0x7f,
+                Format::Q4_0 => row[4 * 18 + 2 + 6] = 0xf0,
+                Format::Q5_0 => {
+                    row[4 * 22 + 2 + 2] = 1 << 6;
+                    row[4 * 22 + 6 + 6] = 0xf0;
+                }
+                Format::Tq2_0 => row[32 + 22] = 3,
+                Format::Q3K => {
+                    row[22] = 1 << 4;
+                    row[32 + 32 + 22] = 3;
+                }
+                _ => {
+                    row[64 + 22] = 15;
+                    row[128 + 32 + 22] = 3;
+                }
+            }
+            let codes_of_zeros = codes(format, &vec![0; row.len()]);
+            let mut rows = vec![0; 13 * row.len()];
+            rows.extend(row);
+            let matrix = Matrix::new(format, 14, 256, rows.into(), None).unwrap();
+            let mut got = packed(&matrix);
+            if format == Format::Q8_0 {
+                // What is not set is 0x80 here.
+                assert_eq!(codes_of_zeros, [0x80; TILE]);
+                for (i, v) in got[..layout.groups_at].iter_mut().enumerate().filter(|(i, _)| i % 64 / 4 < 14) {
+                    *v = if *v == 0x80 {
+                        0
+                    } else {
+                        assert_eq!(i, want[0].0);
+                        *v
+                    };
+                }
+            }
+            let set: Vec<_> = got[..layout.groups_at].iter().copied().enumerate().filter(|&(_, v)| v != 0).collect();
+            assert_eq!(set, want, "{format}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_what_the_types_need() {
+        let bytes = |f, cols| Layout::new(f, cols).panel_bytes();
+        assert_eq!(bytes(Format::Q8_0, 96), 16 * 128 + 32 * 4);
+        assert_eq!(bytes(Format::Q4_0, 2048), 16 * 1024 + 32 * 64);
+        assert_eq!(bytes(Format::Q5_1, 160), 16 * 160 + 64 * 8);
+        assert_eq!(bytes(Format::Mxfp4Ggml, 2880), 16 * 1472 + 16 * 92);
+        assert_eq!(bytes(Format::Q2K, 256), 16 * 64 + 16 * 16 + 64);
+        assert_eq!(bytes(Format::Q3K, 768), 16 * 288 + 16 * 48 + 128);
+        assert_eq!(bytes(Format::Q4K, 768), 16 * 384 + 32 * 24 + 64 * 3);
+        assert_eq!(bytes(Format::Q5K, 512), 16 * 320 + 32 * 16 + 64 * 2);
+        assert_eq!(bytes(Format::Q6K, 2048), 16 * 1536 + 16 * 128 + 32 * 8);
+        assert_eq!(bytes(Format::Iq4Xs, 256), 16 * 128 + 16 * 8 + 64);
+        assert_eq!(bytes(Format::Tq1_0, 768), 16 * 192 + 128);
+        for format in FORMATS {
+            for blocks in 1..20 {
+                let layout = Layout::new(format, blocks * format.block_cols());
+                for at in [layout.groups_at, layout.supers_at, layout.panel_bytes(), layout.planes[0], layout.planes[1]]
+                {
+                    assert_eq!(at % 64, 0, "{format}: {layout:?}");
+                }
+                assert_eq!(layout.groups_at, layout.blocks * (layout.planes[0] + layout.planes[1]), "{format}");
+            }
+        }
+    }
+}
