@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // kernel
 
-use kt_core::cpu::input::{self, BLOCK, InputLayout, TOPS, WORTH};
+use kt_core::cpu::input::{self, BLOCK, InputLayout, Sums, TOPS, WORTH};
 
 use crate::isa::{Isa, Job};
 
@@ -19,7 +19,7 @@ pub(crate) struct PackInput<'a> {
 impl Job for PackInput<'_> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
-        let InputLayout::Int8 { group, times } = self.layout else {
+        let InputLayout::Int8 { group, sums } = self.layout else {
             return input::pack_block(self.layout, self.x, self.out);
         };
         assert!(self.out.len() == self.layout.block_bytes());
@@ -32,9 +32,9 @@ impl Job for PackInput<'_> {
             }
         };
         match group {
-            16 => groups::<I, 16>(isa, x, times, self.out),
-            32 => groups::<I, 32>(isa, x, times, self.out),
-            BLOCK => groups::<I, BLOCK>(isa, x, times, self.out),
+            16 => groups::<I, 16>(isa, x, sums, self.out),
+            32 => groups::<I, 32>(isa, x, sums, self.out),
+            BLOCK => groups::<I, BLOCK>(isa, x, sums, self.out),
             _ => input::pack_block(self.layout, x, self.out),
         }
     }
@@ -50,7 +50,7 @@ fn load<I: Isa>(isa: I, x: &[f32], i: usize) -> I::Flt {
 
 /// Packs a block in groups of `G` columns.
 #[inline(always)]
-fn groups<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], times: i32, out: &mut [u8]) {
+fn groups<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], kept: Sums, out: &mut [u8]) {
     let (codes, rest) = out.split_at_mut(BLOCK);
     let (scales, sums) = rest.split_at_mut(BLOCK / G * 4);
     for g in 0..BLOCK / G {
@@ -63,8 +63,8 @@ fn groups<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], times: i32, out: &mu
         let inverse = 1.0 / amax;
         if !amax.is_finite() || !(inverse * TOPS[0]).is_finite() {
             codes.fill(0);
-            sums[g * 4..][..4].fill(0);
             let scale: f32 = if amax.is_finite() { 0.0 } else { f32::NAN };
+            sums[g * 4..][..4].copy_from_slice(&kept.bytes(0, scale));
             scales[g * 4..][..4].copy_from_slice(&scale.to_le_bytes());
             continue;
         }
@@ -79,7 +79,8 @@ fn groups<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], times: i32, out: &mu
         // No branch: which of them is best is chance.
         let top = TOPS[isa.least_sum(errors, WORTH)];
         let up = isa.splat_f32(inverse * top);
-        scales[g * 4..][..4].copy_from_slice(&(amax / top).to_le_bytes());
+        let scale = amax / top;
+        scales[g * 4..][..4].copy_from_slice(&scale.to_le_bytes());
         let mut rounded = isa.splat(0);
         for (i, codes) in codes.chunks_exact_mut(LANES).enumerate() {
             let v = isa.rounded(isa.mul(load(isa, x, i), up));
@@ -88,6 +89,6 @@ fn groups<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], times: i32, out: &mu
             rounded = isa.add(rounded, v);
         }
         let total = isa.sum(rounded);
-        sums[g * 4..][..4].copy_from_slice(&(total * times).to_le_bytes());
+        sums[g * 4..][..4].copy_from_slice(&kept.bytes(total, scale));
     }
 }

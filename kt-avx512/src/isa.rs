@@ -15,7 +15,7 @@ pub(crate) use ymm::{Avx2, AvxVnni};
 pub(crate) use zmm::{Bf16, Plain, Vnni};
 
 /// Work that is to be compiled for an instruction set.
-pub(crate) trait Job {
+pub trait Job {
     /// Does it. For [`Isa::run`], implementations are `#[inline(always)]`: else they would be compiled without the instructions.
     fn go<I: Isa>(self, isa: I);
 }
@@ -24,7 +24,7 @@ pub(crate) trait Job {
 ///
 /// # Safety
 /// A value must exist only on a CPU with the features that its `run` enables; its operations use no others.
-pub(crate) unsafe trait Isa: Copy {
+pub unsafe trait Isa: Copy {
     /// 64 bytes: a line, or 16 dwords.
     type Int: Copy;
     /// 16 F32.
@@ -87,6 +87,11 @@ pub(crate) unsafe trait Isa: Copy {
     /// # Safety
     /// `p .. p + 16` is readable.
     unsafe fn load_u8(self, p: *const u8) -> Self::Int;
+    /// 16 signed bytes as dwords.
+    ///
+    /// # Safety
+    /// `p .. p + 16` is readable.
+    unsafe fn load_i8(self, p: *const u8) -> Self::Int;
     /// 16 signed words as dwords.
     ///
     /// # Safety
@@ -153,6 +158,21 @@ pub(crate) unsafe trait Isa: Copy {
     fn exp2(self, v: Self::Int) -> Self::Flt;
     /// Low and high nibbles, each in a byte of its own.
     fn nibbles(self, v: Self::Int) -> [Self::Int; 2];
+    /// 128 numbers of two bits, of two lines `a` and `b`: byte `j` is `a[j] | a[32 + j] << 2 | b[j] << 4 | b[32 + j] << 6`.
+    ///
+    /// # Safety
+    /// `p .. p + 32` is readable.
+    unsafe fn load_bit_pairs(self, p: *const u8) -> [Self::Int; 2];
+    /// Adds 16 times the numbers that [`Isa::load_bit_pairs`] reads to two lines of numbers below 16.
+    ///
+    /// # Safety
+    /// `p .. p + 32` is readable.
+    unsafe fn with_bit_pairs(self, v: [Self::Int; 2], p: *const u8) -> [Self::Int; 2];
+    /// Adds `V` to the bytes of a line whose bit is set, where they have no bit of it; the bit of the first byte is the lowest.
+    ///
+    /// # Safety
+    /// `p .. p + 8` is readable.
+    unsafe fn with_bits<const V: i8>(self, v: Self::Int, p: *const u8) -> Self::Int;
     /// In each 16 bytes: the bytes of `table` at the indices `v`, which are below 16.
     fn lookup(self, table: Self::Int, v: Self::Int) -> Self::Int;
     /// The F16 of each half of a line as F32.

@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use kt_core::activation::Activation;
-use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
+use kt_core::cpu::input::{BLOCK, InputLayout, Inputs, Sums};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
 use kt_core::cpu::tier::Tier;
 use kt_core::format::mx;
@@ -43,7 +43,7 @@ impl Avx {
 
     /// Does a job for this CPU: the only place where tiers are told apart at run time.
     #[inline(always)]
-    fn run(self, job: impl Job) {
+    pub fn run(self, job: impl Job) {
         match self.tier {
             // SAFETY: `detect` saw the instructions of `self.tier`.
             Tier::Avx512Bf16 => job.go(unsafe { isa::Bf16::new() }),
@@ -82,7 +82,7 @@ impl Kernel for Avx {
 
     fn accepts(self, format: Format, _rows: usize, _cols: usize) -> Result<(InputLayout, &'static str), Unsupported> {
         // Sums of codes come multiplied with what they are to add, where one number does for all weights.
-        let int8 = |group: usize, times: i32, how| Ok((InputLayout::Int8 { group, times }, how));
+        let int8 = |group: usize, times: i32, how| Ok((InputLayout::Int8 { group, sums: Sums::Times(times) }, how));
         // Codes of 8 bits: without VNNI, products subtract the zero point themselves; see `Isa::WIDE_OFFSET`.
         let wide = if matches!(self.tier, Tier::Avx2 | Tier::Avx512) { 0 } else { -128 };
         let bf16 = if self.tier == Tier::Avx512Bf16 { InputLayout::Bf16 } else { InputLayout::F32 };
@@ -127,7 +127,7 @@ impl Kernel for Avx {
     }
 
     fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize> {
-        Some(rows.div_ceil(PANEL) * Layout::new(format, cols).panel_bytes())
+        Some(rows.div_ceil(PANEL) * Layout::new(format, cols).panel_bytes)
     }
 
     fn pack(self, matrix: &Matrix, out: &mut [u8]) {

@@ -33,27 +33,33 @@ use kt_core::format::mx;
 use kt_core::{Format, Group, Matrix};
 
 /// Outputs of a panel.
-pub(crate) const PANEL: usize = 16;
+pub const PANEL: usize = 16;
 /// Bytes of a line.
-pub(crate) const LINE: usize = 64;
+pub const LINE: usize = 64;
+/// Columns that share a record above those of groups, in formats that have two levels of scales.
+pub const SUPER: usize = 256;
 /// Columns per scale of the inputs that most grouped weights are multiplied with; their groups are multiples of it.
 pub(crate) const CHUNK: usize = 32;
 
-/// Where things are in a packed matrix.
+/// Where things are in a packed matrix, and in each of its panels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Layout {
+pub struct Layout {
     /// Blocks of 128 columns.
     pub blocks: usize,
-    /// Bytes of a panel's lines.
-    pub weight_bytes: usize,
-    /// Bytes of a panel's scales.
-    pub scale_bytes: usize,
-    /// Where the scales of groups or blocks begin among them.
+    /// Bytes of each plane of lines of a block.
+    pub planes: [usize; 2],
+    /// Where the scales of outputs begin in a panel: after all lines.
+    pub outputs_at: usize,
+    /// Where the scales of groups or blocks begin in a panel.
     pub groups_at: usize,
     /// Columns that share a scale (and a zero point), for formats with scales of groups or blocks.
     pub group: Option<usize>,
     /// Bytes of the scales of one group of all outputs of a panel.
     pub record: usize,
+    /// Where the records of [`SUPER`] columns begin in a panel, if there are any.
+    pub supers_at: usize,
+    /// Bytes from one panel to the next.
+    pub panel_bytes: usize,
 }
 
 impl Layout {
@@ -82,19 +88,18 @@ impl Layout {
             _ => (8, (outputs, None, 0)),
         };
         let records = group.map_or(0, |g| padded.div_ceil(g));
+        let outputs_at = PANEL * padded * bits / 8;
+        let supers_at = outputs_at + (groups_at + records * record).next_multiple_of(LINE);
         Layout {
             blocks,
-            weight_bytes: PANEL * padded * bits / 8,
-            scale_bytes: (groups_at + records * record).next_multiple_of(LINE),
-            groups_at,
+            planes: [PANEL * BLOCK * bits / 8, 0],
+            outputs_at,
+            groups_at: outputs_at + groups_at,
             group,
             record,
+            supers_at,
+            panel_bytes: supers_at,
         }
-    }
-
-    /// Bytes from one panel to the next.
-    pub fn panel_bytes(&self) -> usize {
-        self.weight_bytes + self.scale_bytes
     }
 }
 
@@ -102,10 +107,10 @@ impl Layout {
 pub(crate) fn pack(matrix: &Matrix, out: &mut [u8]) {
     let format = matrix.format();
     let layout = Layout::new(format, matrix.cols());
-    for (panel, out) in out.chunks_exact_mut(layout.panel_bytes()).enumerate() {
+    for (panel, out) in out.chunks_exact_mut(layout.panel_bytes).enumerate() {
         let first = panel * PANEL;
         let outputs = PANEL.min(matrix.rows() - first);
-        let (lines, scales) = out.split_at_mut(layout.weight_bytes);
+        let (lines, scales) = out.split_at_mut(layout.outputs_at);
         for o in 0..outputs {
             let codes = matrix.row(first + o);
             match format {
@@ -191,7 +196,9 @@ fn pack_scales(matrix: &Matrix, layout: Layout, first: usize, outputs: usize, ou
         put(o, base);
     }
     let groups = if layout.record > 0 { scales.cols() } else { 0 };
-    for (g, out) in out[layout.groups_at..].chunks_exact_mut(layout.record.max(1)).enumerate().take(groups) {
+    for (g, out) in
+        out[layout.groups_at - layout.outputs_at..].chunks_exact_mut(layout.record.max(1)).enumerate().take(groups)
+    {
         for o in 0..outputs {
             match format {
                 Format::Mxfp4 | Format::Mxfp8 | Format::Nvfp4 => out[o] = scales.byte(first + o, g),
@@ -234,7 +241,7 @@ mod tests {
 
     #[test]
     fn sizes_are_what_the_formats_need() {
-        let bytes = |f, cols| Layout::new(f, cols).panel_bytes();
+        let bytes = |f, cols| Layout::new(f, cols).panel_bytes;
         assert_eq!(bytes(Format::Bf16, 128), 16 * 128 * 2);
         assert_eq!(bytes(Format::Int4(Group::Of(32)), 2048), 16 * 1024 + 64 + 64 * 32);
         assert_eq!(bytes(Format::Int8(Group::Row), 129), 16 * 256 + 64);

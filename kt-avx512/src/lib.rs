@@ -29,6 +29,28 @@ use kt_core::{Backend, Unsupported};
 #[cfg(target_arch = "x86_64")]
 pub use kernel::Avx;
 
+/// What the products are made of, for backends with formats of their own: say how a matrix is packed ([`Layout`]), how its lines
+/// become codes ([`Lines`], [`Codes`]) and how its scales are read ([`Scale`]); [`Product::on`] with [`Ints`] of them does the rest, on
+/// every tier. For weights in place, say how a block is decoded ([`Blocks`]), for [`Product::decoded`]. Run either in a [`Job`] by [`Avx::run`].
+///
+/// [`Layout`]: engine::Layout
+/// [`Lines`]: engine::Lines
+/// [`Codes`]: engine::Codes
+/// [`Scale`]: engine::Scale
+/// [`Product::on`]: engine::Product::on
+/// [`Blocks`]: engine::Blocks
+/// [`Product::decoded`]: engine::Product::decoded
+/// [`Ints`]: engine::Ints
+/// [`Job`]: engine::Job
+#[cfg(target_arch = "x86_64")]
+pub mod engine {
+    pub use crate::isa::{Isa, Job};
+    pub use crate::layout::{LINE, Layout, PANEL, SUPER};
+    pub use crate::lines::{Bytes, Codes, E2M1_ZERO, E2m1, Lines, Nibbles, Scale};
+    pub use crate::product::{Blocks, Ints, Path, Product};
+    pub use crate::tile::Tile;
+}
+
 /// The backend for the best instructions that this CPU has, up to `cap`.
 ///
 /// # Errors

@@ -3,22 +3,27 @@
 #![allow(unsafe_code)] // kernel
 
 use crate::isa::{Isa, Job};
-use crate::layout::LINE;
+use crate::layout::{LINE, PANEL};
 
 /// How the lines of a panel are stored, and how one becomes operands.
-pub(crate) trait Lines: Copy {
-    /// Operands per stored line.
+pub trait Lines: Copy {
+    /// Operands per step: 1 or 2.
     const OPERANDS: usize;
+    /// Bytes of a step in each plane; one plane of lines for most.
+    const PLANES: [usize; 2] = [LINE, 0];
     /// What the loop keeps in registers for unpacking.
     type Table<I: Isa>: Copy;
     /// Loads it.
     fn table<I: Isa>(isa: I) -> Self::Table<I>;
-    /// The operands of a line, in rising k; only the first [`Lines::OPERANDS`] are used.
-    fn operands<I: Isa>(isa: I, table: Self::Table<I>, line: I::Int) -> [I::Int; 2];
+    /// The operands of the step that is at `at` in the planes, in rising k; only the first [`Lines::OPERANDS`] are used.
+    ///
+    /// # Safety
+    /// [`Lines::PLANES`] bytes are readable there.
+    unsafe fn operands<I: Isa>(isa: I, table: Self::Table<I>, at: [*const u8; 2]) -> [I::Int; 2];
 }
 
 /// Lines of unsigned codes, four columns of 16 outputs per operand.
-pub(crate) trait Codes: Lines {
+pub trait Codes: Lines {
     /// Columns over which the sums of [`Isa::dot_narrow`] fit; 0 for codes that need [`Isa::dot_wide`].
     const SPAN: usize;
     /// The same operands, each in a line of its own.
@@ -26,7 +31,7 @@ pub(crate) trait Codes: Lines {
 }
 
 /// Lines of floating-point numbers.
-pub(crate) trait Floats: Lines {
+pub trait Floats: Lines {
     /// Operands are two columns of 16 outputs in BF16, or one column in F32.
     const BF16: bool;
     /// The same operands, each in a line of its own.
@@ -41,15 +46,16 @@ macro_rules! direct {
         #[inline(always)]
         fn table<I: Isa>(_: I) {}
         #[inline(always)]
-        fn operands<I: Isa>(_: I, _: (), line: I::Int) -> [I::Int; 2] {
-            [line, line]
+        unsafe fn operands<I: Isa>(isa: I, _: (), at: [*const u8; 2]) -> [I::Int; 2] {
+            // SAFETY: a line, by the caller's promise.
+            [unsafe { isa.load(at[0]) }; 2]
         }
     };
 }
 
 /// Codes of one byte, which are small enough for sums over `SPAN` columns, or not (0).
 #[derive(Clone, Copy)]
-pub(crate) struct Bytes<const SPAN: usize>;
+pub struct Bytes<const SPAN: usize>;
 
 impl<const S: usize> Lines for Bytes<S> {
     direct!();
@@ -62,7 +68,7 @@ impl<const S: usize> Codes for Bytes<S> {
 
 /// Codes 0..16 in nibbles: 8 x 2 x 15 x 127 < 2^15.
 #[derive(Clone, Copy)]
-pub(crate) struct Nibbles;
+pub struct Nibbles;
 
 impl Lines for Nibbles {
     const OPERANDS: usize = 2;
@@ -70,8 +76,9 @@ impl Lines for Nibbles {
     #[inline(always)]
     fn table<I: Isa>(_: I) {}
     #[inline(always)]
-    fn operands<I: Isa>(isa: I, _: (), line: I::Int) -> [I::Int; 2] {
-        isa.nibbles(line)
+    unsafe fn operands<I: Isa>(isa: I, _: (), at: [*const u8; 2]) -> [I::Int; 2] {
+        // SAFETY: a line, by the caller's promise.
+        isa.nibbles(unsafe { isa.load(at[0]) })
     }
 }
 
@@ -81,7 +88,7 @@ impl Codes for Nibbles {
 }
 
 /// What is added to twice an E2M1 value, so that it becomes a code 0..=24.
-pub(crate) const E2M1_ZERO: i32 = 12;
+pub const E2M1_ZERO: i32 = 12;
 
 /// Twice the values of E2M1 codes, plus [`E2M1_ZERO`], in each 16 bytes.
 static E2M1_TABLE: [u8; 64] = {
@@ -98,7 +105,7 @@ static E2M1_TABLE: [u8; 64] = {
 
 /// E2M1 codes in nibbles, which become 0..=24: 4 x 2 x 24 x 127 < 2^15.
 #[derive(Clone, Copy)]
-pub(crate) struct E2m1;
+pub struct E2m1;
 
 impl Lines for E2m1 {
     const OPERANDS: usize = 2;
@@ -109,8 +116,9 @@ impl Lines for E2m1 {
         unsafe { isa.load(E2M1_TABLE.as_ptr()) }
     }
     #[inline(always)]
-    fn operands<I: Isa>(isa: I, table: I::Int, line: I::Int) -> [I::Int; 2] {
-        let [low, high] = isa.nibbles(line);
+    unsafe fn operands<I: Isa>(isa: I, table: I::Int, at: [*const u8; 2]) -> [I::Int; 2] {
+        // SAFETY: a line, by the caller's promise.
+        let [low, high] = isa.nibbles(unsafe { isa.load(at[0]) });
         [isa.lookup(table, low), isa.lookup(table, high)]
     }
 }
@@ -145,8 +153,9 @@ impl Lines for Fp8 {
         isa.fp8_table()
     }
     #[inline(always)]
-    fn operands<I: Isa>(isa: I, table: I::Fp8Table, line: I::Int) -> [I::Int; 2] {
-        isa.fp8_to_bf16(table, line)
+    unsafe fn operands<I: Isa>(isa: I, table: I::Fp8Table, at: [*const u8; 2]) -> [I::Int; 2] {
+        // SAFETY: a line, by the caller's promise.
+        isa.fp8_to_bf16(table, unsafe { isa.load(at[0]) })
     }
 }
 
@@ -178,8 +187,9 @@ impl Lines for F16Lines {
     #[inline(always)]
     fn table<I: Isa>(_: I) {}
     #[inline(always)]
-    fn operands<I: Isa>(isa: I, _: (), line: I::Int) -> [I::Int; 2] {
-        let [a, b] = isa.f16_halves(line);
+    unsafe fn operands<I: Isa>(isa: I, _: (), at: [*const u8; 2]) -> [I::Int; 2] {
+        // SAFETY: a line, by the caller's promise.
+        let [a, b] = isa.f16_halves(unsafe { isa.load(at[0]) });
         [isa.as_int(a), isa.as_int(b)]
     }
 }
@@ -190,14 +200,38 @@ impl Floats for F16Lines {
 }
 
 /// Scales of the groups of integer codes, of 16 outputs each.
-pub(crate) trait Scale: Copy {
-    /// Bytes of one; 0 where an output has a single scale.
-    const BYTES: usize;
-    /// 16 of them.
+pub trait Scale: Copy {
+    /// Bytes of the record of a group; 0 where an output has a single scale.
+    const RECORD: usize;
+    /// Bytes of the record of 256 columns, which scales are relative to; 0 where there is none.
+    const SUPER: usize = 0;
+    /// Whether totals are multiplied with an F32 scale of the output.
+    const OUTPUTS: bool;
+    /// Whether a group has its own zero point, which is subtracted from the codes. Inputs then bring the plain sums of their codes.
+    const ZEROS: bool = false;
+    /// Whether a group has a number that is added to its scaled codes. Inputs then bring the scaled sums of their codes.
+    const MINIMA: bool = false;
+    /// The scales of a group, from its record and the one above it.
     ///
     /// # Safety
-    /// `p .. p + 16 * BYTES` is readable.
-    unsafe fn load<I: Isa>(isa: I, p: *const u8) -> I::Flt;
+    /// [`Scale::RECORD`] and [`Scale::SUPER`] bytes are readable.
+    unsafe fn load<I: Isa>(isa: I, record: *const u8, above: *const u8) -> I::Flt;
+    /// The zero points of a group.
+    ///
+    /// # Safety
+    /// As above.
+    #[inline(always)]
+    unsafe fn zeros<I: Isa>(isa: I, _record: *const u8) -> I::Int {
+        isa.splat(0)
+    }
+    /// What is added to the scaled codes of a group.
+    ///
+    /// # Safety
+    /// As above.
+    #[inline(always)]
+    unsafe fn minima<I: Isa>(isa: I, _record: *const u8, _above: *const u8) -> I::Flt {
+        isa.zero()
+    }
 }
 
 /// No group scales.
@@ -205,23 +239,32 @@ pub(crate) trait Scale: Copy {
 pub(crate) struct NoScale;
 
 impl Scale for NoScale {
-    const BYTES: usize = 0;
+    const RECORD: usize = 0;
+    const OUTPUTS: bool = true;
     #[inline(always)]
-    unsafe fn load<I: Isa>(isa: I, _: *const u8) -> I::Flt {
+    unsafe fn load<I: Isa>(isa: I, _: *const u8, _: *const u8) -> I::Flt {
         isa.zero()
     }
 }
 
-/// F16, relative to the scale of the output.
+/// F16, relative to the scale of the output; then zero points of `ZERO` bytes each.
 #[derive(Clone, Copy)]
-pub(crate) struct F16Scale;
+pub(crate) struct F16Scale<const ZERO: usize>;
 
-impl Scale for F16Scale {
-    const BYTES: usize = 2;
+impl<const ZERO: usize> Scale for F16Scale<ZERO> {
+    const RECORD: usize = PANEL * (2 + ZERO);
+    const OUTPUTS: bool = true;
+    const ZEROS: bool = ZERO > 0;
     #[inline(always)]
-    unsafe fn load<I: Isa>(isa: I, p: *const u8) -> I::Flt {
+    unsafe fn load<I: Isa>(isa: I, record: *const u8, _: *const u8) -> I::Flt {
         // SAFETY: readable by the caller's promise.
-        unsafe { isa.load_f16(p) }
+        unsafe { isa.load_f16(record) }
+    }
+    #[inline(always)]
+    unsafe fn zeros<I: Isa>(isa: I, record: *const u8) -> I::Int {
+        let at = record.wrapping_add(PANEL * 2);
+        // SAFETY: readable by the caller's promise.
+        unsafe { if ZERO == 1 { isa.load_u8(at) } else { isa.load_i16(at) } }
     }
 }
 
@@ -230,11 +273,12 @@ impl Scale for F16Scale {
 pub(crate) struct E8m0Scale;
 
 impl Scale for E8m0Scale {
-    const BYTES: usize = 1;
+    const RECORD: usize = PANEL;
+    const OUTPUTS: bool = true;
     #[inline(always)]
-    unsafe fn load<I: Isa>(isa: I, p: *const u8) -> I::Flt {
+    unsafe fn load<I: Isa>(isa: I, record: *const u8, _: *const u8) -> I::Flt {
         // SAFETY: readable by the caller's promise.
-        isa.exp2(unsafe { isa.load_u8(p) })
+        isa.exp2(unsafe { isa.load_u8(record) })
     }
 }
 
@@ -243,17 +287,32 @@ impl Scale for E8m0Scale {
 pub(crate) struct E4m3Scale;
 
 impl Scale for E4m3Scale {
-    const BYTES: usize = 1;
+    const RECORD: usize = PANEL;
+    const OUTPUTS: bool = true;
     #[inline(always)]
-    unsafe fn load<I: Isa>(isa: I, p: *const u8) -> I::Flt {
+    unsafe fn load<I: Isa>(isa: I, record: *const u8, _: *const u8) -> I::Flt {
         // SAFETY: readable by the caller's promise.
-        unsafe { isa.load_e4m3(p) }
+        unsafe { isa.load_e4m3(record) }
     }
 }
 
-/// Unpacks lines.
+/// F32, of blocks that were decoded.
+#[derive(Clone, Copy)]
+pub(crate) struct F32Scale;
+
+impl Scale for F32Scale {
+    const RECORD: usize = PANEL * 4;
+    const OUTPUTS: bool = false;
+    #[inline(always)]
+    unsafe fn load<I: Isa>(isa: I, record: *const u8, _: *const u8) -> I::Flt {
+        // SAFETY: readable by the caller's promise.
+        isa.as_f32(unsafe { isa.load(record) })
+    }
+}
+
+/// Unpacks the steps of both planes.
 pub(crate) struct Unpack<'a, L> {
-    pub from: &'a [u8],
+    pub from: [&'a [u8]; 2],
     pub to: &'a mut [u8],
     pub lines: std::marker::PhantomData<L>,
 }
@@ -262,9 +321,11 @@ impl<L: Lines> Job for Unpack<'_, L> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
         let table = L::table(isa);
-        for (from, to) in self.from.chunks_exact(LINE).zip(self.to.chunks_exact_mut(LINE * L::OPERANDS)) {
-            // SAFETY: `from` is a line.
-            let operands = L::operands(isa, table, unsafe { isa.load(from.as_ptr()) });
+        for (step, to) in self.to.chunks_exact_mut(LINE * L::OPERANDS).enumerate() {
+            let plane = |i: usize| self.from[i][step * L::PLANES[i]..][..L::PLANES[i]].as_ptr();
+            let at = [plane(0), plane(1)];
+            // SAFETY: the bytes of a step in both planes.
+            let operands = unsafe { L::operands(isa, table, at) };
             for (to, v) in to.chunks_exact_mut(LINE).zip(operands) {
                 // SAFETY: `to` is a line.
                 unsafe { isa.store(to.as_mut_ptr(), v) };

@@ -8,15 +8,15 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use kt_core::cpu::input::{BLOCK, Inputs};
-use kt_core::cpu::kernel::{Outputs, Scratch};
+use kt_core::cpu::kernel::{Outputs, Scratch, Weights};
 use kt_core::format::mx;
 use kt_core::{Format, Group};
 
 use crate::isa::{Isa, Job};
-use crate::layout::{CHUNK, LINE, Layout, PANEL};
+use crate::layout::{CHUNK, LINE, Layout, PANEL, SUPER};
 use crate::lines::{
-    Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, Floats, Fp8, Lines, Nibbles,
-    NoScale, Scale, Unpack,
+    Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
+    Nibbles, NoScale, Scale, Unpack,
 };
 use crate::tile::{FloatTile, IntTile, Tile, scaled};
 
@@ -24,7 +24,7 @@ use crate::tile::{FloatTile, IntTile, Tile, scaled};
 const CACHED: usize = 32 << 10;
 
 /// A number path with a way of storing lines: which register tiles it has.
-trait Path<I: Isa> {
+pub trait Path<I: Isa> {
     /// How its lines are stored.
     type Lines: Lines;
     /// Rows of the largest tile over cached lines: as many as keep sums (and totals, where scales come in between) in registers.
@@ -38,9 +38,9 @@ trait Path<I: Isa> {
 }
 
 /// INT8, INT4, MXFP4, NVFP4; see [`IntTile`].
-struct Ints<L, S, const XG: usize, const WG: usize, const ZERO: usize>(PhantomData<(L, S)>);
+pub struct Ints<L, S, const XG: usize, const WG: usize>(PhantomData<(L, S)>);
 /// Floating-point weights; see [`FloatTile`].
-struct Numbers<L, const SCALED: u8>(PhantomData<L>);
+pub(crate) struct Numbers<L, const SCALED: u8>(PhantomData<L>);
 
 /// Runs `$job` with R and P set to the numbers of rows and panels: a `match` over the shapes that are compiled.
 macro_rules! shapes {
@@ -88,15 +88,13 @@ fn stream_panels(large: bool, light: bool, rows: usize) -> usize {
     }
 }
 
-impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize, const ZERO: usize> Path<I>
-    for Ints<L, S, XG, WG, ZERO>
-{
+impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for Ints<L, S, XG, WG> {
     type Lines = L;
     const ROWS: usize = 6;
-    const LIGHT: bool = L::OPERANDS == 1 && S::BYTES == 0;
+    const LIGHT: bool = L::OPERANDS == 1 && S::RECORD == 0;
 
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
-        stream_shapes!(I::LARGE, r, p, isa.run(IntTile::<L, S, XG, WG, ZERO, true, R, P> { tile, kind: PhantomData }))
+        stream_shapes!(I::LARGE, r, p, isa.run(IntTile::<L, S, XG, WG, true, R, P> { tile, kind: PhantomData }))
     }
 
     fn cached(isa: I, r: usize, p: usize, tile: Tile<'_>) {
@@ -105,14 +103,14 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize, const ZERO: u
                 r,
                 p,
                 [4 x 2, 5 x 2, 6 x 2, 4 x 1, 5 x 1, 6 x 1],
-                isa.run(IntTile::<L::Unpacked, S, XG, WG, ZERO, false, R, P> { tile, kind: PhantomData })
+                isa.run(IntTile::<L::Unpacked, S, XG, WG, false, R, P> { tile, kind: PhantomData })
             )
         } else {
             shapes!(
                 r,
                 p,
                 [3 x 1, 4 x 1, 5 x 1, 6 x 1],
-                isa.run(IntTile::<L::Unpacked, S, XG, WG, ZERO, false, R, P> { tile, kind: PhantomData })
+                isa.run(IntTile::<L::Unpacked, S, XG, WG, false, R, P> { tile, kind: PhantomData })
             )
         }
     }
@@ -161,94 +159,110 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
 }
 
 /// One product: what [`kt_core::cpu::kernel::Kernel::product`] is given.
-pub(crate) struct Product<'a> {
+pub struct Product<'a> {
+    /// Weights, and which of their outputs.
     pub outputs: Outputs<'a>,
+    /// Input rows.
     pub inputs: Inputs<'a>,
+    /// Which of them.
     pub rows: Range<usize>,
+    /// Where the numbers go.
     pub out: &'a mut [f32],
+    /// Memory for unpacked lines.
     pub scratch: &'a mut Scratch,
 }
 
 impl Job for Product<'_> {
     fn go<I: Isa>(self, isa: I) {
-        let Outputs { of: weights, range, .. } = &self.outputs;
-        assert_eq!(self.out.len(), self.rows.len() * range.len(), "output of another shape");
-        assert!(range.start.is_multiple_of(PANEL) && range.end <= weights.rows(), "outputs out of range");
-        assert!(self.rows.end <= self.inputs.rows(), "rows out of range");
-        if self.out.is_empty() {
-            return;
-        }
+        let weights = self.outputs.of;
         let (int8, bf16, f32) = (isa.for_int8(), isa.for_bf16(), isa.for_f32());
         // Whether groups are whole blocks.
         let blocks = |group: Group| group.cols(BLOCK).is_multiple_of(BLOCK);
         match weights.format() {
-            Format::F32 => self.on::<_, Numbers<F32Lines, { scaled::NO }>>(f32),
-            Format::F16 => self.on::<_, Numbers<F16Lines, { scaled::NO }>>(f32),
-            Format::Bf16 => self.on::<_, Numbers<Bf16Lines, { scaled::NO }>>(bf16),
-            Format::Fp8Channel => self.on::<_, Numbers<Fp8, { scaled::OUTPUTS }>>(bf16),
-            Format::Fp8Block => self.on::<_, Numbers<Fp8, { scaled::TILES }>>(bf16),
-            Format::Mxfp8 => self.on::<_, Numbers<Fp8, { scaled::GROUPS }>>(bf16),
+            Format::F32 => self.on::<_, Numbers<F32Lines, { scaled::NO }>>(f32, Layout::new),
+            Format::F16 => self.on::<_, Numbers<F16Lines, { scaled::NO }>>(f32, Layout::new),
+            Format::Bf16 => self.on::<_, Numbers<Bf16Lines, { scaled::NO }>>(bf16, Layout::new),
+            Format::Fp8Channel => self.on::<_, Numbers<Fp8, { scaled::OUTPUTS }>>(bf16, Layout::new),
+            Format::Fp8Block => self.on::<_, Numbers<Fp8, { scaled::TILES }>>(bf16, Layout::new),
+            Format::Mxfp8 => self.on::<_, Numbers<Fp8, { scaled::GROUPS }>>(bf16, Layout::new),
             Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) => {
-                self.on::<_, Ints<Bytes<0>, NoScale, BLOCK, 0, 0>>(int8)
+                self.on::<_, Ints<Bytes<0>, NoScale, BLOCK, 0>>(int8, Layout::new)
             }
             Format::Int8(g) | Format::Int8Offset(g) if blocks(g) => {
-                self.on::<_, Ints<Bytes<0>, F16Scale, CHUNK, BLOCK, 0>>(int8)
+                self.on::<_, Ints<Bytes<0>, F16Scale<0>, CHUNK, BLOCK>>(int8, Layout::new)
             }
-            Format::Int8(_) | Format::Int8Offset(_) => self.on::<_, Ints<Bytes<0>, F16Scale, CHUNK, CHUNK, 0>>(int8),
-            Format::Int8Asym(g) if blocks(g) => self.on::<_, Ints<Bytes<0>, F16Scale, CHUNK, BLOCK, 2>>(int8),
-            Format::Int8Asym(_) => self.on::<_, Ints<Bytes<0>, F16Scale, CHUNK, CHUNK, 2>>(int8),
-            Format::Int4(Group::Row) => self.on::<_, Ints<Nibbles, NoScale, CHUNK, 0, 0>>(int8),
-            Format::Int4(g) if blocks(g) => self.on::<_, Ints<Nibbles, F16Scale, CHUNK, BLOCK, 0>>(int8),
-            Format::Int4(_) => self.on::<_, Ints<Nibbles, F16Scale, CHUNK, CHUNK, 0>>(int8),
-            Format::Int4Asym(g) if blocks(g) => self.on::<_, Ints<Nibbles, F16Scale, CHUNK, BLOCK, 1>>(int8),
-            Format::Int4Asym(_) => self.on::<_, Ints<Nibbles, F16Scale, CHUNK, CHUNK, 1>>(int8),
-            Format::Mxfp4 => self.on::<_, Ints<E2m1, E8m0Scale, CHUNK, CHUNK, 0>>(int8),
-            Format::Nvfp4 => self.on::<_, Ints<E2m1, E4m3Scale, { mx::NV_COLS }, { mx::NV_COLS }, 0>>(int8),
+            Format::Int8(_) | Format::Int8Offset(_) => {
+                self.on::<_, Ints<Bytes<0>, F16Scale<0>, CHUNK, CHUNK>>(int8, Layout::new)
+            }
+            Format::Int8Asym(g) if blocks(g) => {
+                self.on::<_, Ints<Bytes<0>, F16Scale<2>, CHUNK, BLOCK>>(int8, Layout::new)
+            }
+            Format::Int8Asym(_) => self.on::<_, Ints<Bytes<0>, F16Scale<2>, CHUNK, CHUNK>>(int8, Layout::new),
+            Format::Int4(Group::Row) => self.on::<_, Ints<Nibbles, NoScale, CHUNK, 0>>(int8, Layout::new),
+            Format::Int4(g) if blocks(g) => self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, BLOCK>>(int8, Layout::new),
+            Format::Int4(_) => self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, CHUNK>>(int8, Layout::new),
+            Format::Int4Asym(g) if blocks(g) => {
+                self.on::<_, Ints<Nibbles, F16Scale<1>, CHUNK, BLOCK>>(int8, Layout::new)
+            }
+            Format::Int4Asym(_) => self.on::<_, Ints<Nibbles, F16Scale<1>, CHUNK, CHUNK>>(int8, Layout::new),
+            Format::Mxfp4 => self.on::<_, Ints<E2m1, E8m0Scale, CHUNK, CHUNK>>(int8, Layout::new),
+            Format::Nvfp4 => self.on::<_, Ints<E2m1, E4m3Scale, { mx::NV_COLS }, { mx::NV_COLS }>>(int8, Layout::new),
             other => unreachable!("{other} was never accepted"),
         }
     }
 }
 
 impl Product<'_> {
-    fn on<I: Isa, K: Path<I>>(self, isa: I) {
+    /// Does it by a number path; `layout` says how matrices are packed.
+    pub fn on<I: Isa, K: Path<I>>(self, isa: I, layout: fn(Format, usize) -> Layout) {
         let Outputs { of: weights, range, next } = self.outputs;
-        let layout = Layout::new(weights.format(), weights.cols());
-        let packed = &weights.bytes()[range.start / PANEL * layout.panel_bytes()..];
+        assert_eq!(self.out.len(), self.rows.len() * range.len(), "output of another shape");
+        assert!(range.start.is_multiple_of(PANEL) && range.end <= weights.rows(), "outputs out of range");
+        assert!(self.rows.end <= self.inputs.rows(), "rows out of range");
+        if self.out.is_empty() {
+            return;
+        }
+        let layout_of = |weights: &Weights| layout(weights.format(), weights.cols());
+        let layout = layout_of(weights);
+        let stride = layout.panel_bytes;
+        let packed = &weights.bytes()[range.start / PANEL * stride..];
         let (n, width) = (self.rows.len(), range.len());
         // The panels after those that begin with `at`: of this product, or of the next one.
         let following = |at: &[u8], panels: usize, done: usize| match next {
             Some((weights, first)) if done + panels * PANEL >= width => {
-                let panel = Layout::new(weights.format(), weights.cols()).panel_bytes();
-                weights.bytes().as_ptr().wrapping_add(first / PANEL * panel)
+                weights.bytes().as_ptr().wrapping_add(first / PANEL * layout_of(weights).panel_bytes)
             }
-            _ => at.as_ptr().wrapping_add(panels * layout.panel_bytes()),
+            _ => at.as_ptr().wrapping_add(panels * stride),
         };
         let block_bytes = self.inputs.layout().block_bytes();
         let input_stride = self.inputs.rows() * block_bytes;
         let first_row = self.rows.start * block_bytes;
         let inputs = &self.inputs.bytes()[first_row..];
-        // A tile of some panels from block `start` on, of all rows.
-        let part = |panel: usize, start: usize, blocks: usize| {
-            let scales = &packed[panel * layout.panel_bytes() + layout.weight_bytes..];
+        // Where a block begins in each plane of a panel.
+        let planes_at =
+            |block: usize| [block * layout.planes[0], layout.blocks * layout.planes[0] + block * layout.planes[1]];
+        // A tile of some panels, the first of which begins `panel`, from block `start` on, of all rows.
+        let part = |panel: &'_ [u8], start: usize, blocks: usize| {
             let group = layout.group.unwrap_or(BLOCK);
             Tile {
-                weights: &[],
-                weight_stride: layout.panel_bytes(),
-                scales,
-                scale_stride: layout.panel_bytes(),
+                weights: [&[]; 2],
+                weight_stride: stride,
+                panel: &packed[packed.len() - panel.len()..],
+                panel_stride: stride,
+                outputs_at: layout.outputs_at,
                 group_at: layout.groups_at + start * BLOCK / group * layout.record,
                 group,
                 group_left: group - start * BLOCK % group,
+                supers_at: layout.supers_at,
+                first_block: start,
                 inputs: &inputs[start * input_stride..],
                 input_stride,
                 blocks,
                 out: &mut [],
                 out_stride: width,
                 width: 0,
-                fetch: std::ptr::null(),
-                fetch_stride: 0,
-                fetch_lines: 0,
-                first: start == 0,
+                fetch: [std::ptr::null(); 2],
+                fetch_lines: [0; 2],
                 last: start + blocks == layout.blocks,
             }
         };
@@ -258,13 +272,14 @@ impl Product<'_> {
         if n <= stream_rows(I::LARGE) {
             while done < width {
                 let panels = next_panels(done, stream_panels(I::LARGE, K::LIGHT, n));
-                let lines = &packed[done / PANEL * layout.panel_bytes()..];
+                let panel = &packed[done / PANEL * stride..];
+                let after = following(panel, panels, done);
                 let tile = Tile {
-                    weights: lines,
-                    fetch: following(lines, panels, done),
+                    weights: planes_at(0).map(|at| &panel[at..]),
+                    fetch: planes_at(0).map(|at| after.wrapping_add(at)),
                     out: &mut self.out[done..],
                     width: (width - done).min(panels * PANEL),
-                    ..part(done / PANEL, 0, layout.blocks)
+                    ..part(panel, 0, layout.blocks)
                 };
                 K::stream(isa, n, panels, tile);
                 done += panels * PANEL;
@@ -274,8 +289,8 @@ impl Product<'_> {
 
         let unpack = K::Lines::OPERANDS > 1;
         let most_panels = if I::LARGE { 2 } else { 1 };
-        let packed_block = layout.weight_bytes / layout.blocks;
-        let operand_block = packed_block * K::Lines::OPERANDS;
+        let operand_block =
+            if unpack { layout.planes[0] / K::Lines::PLANES[0] * K::Lines::OPERANDS * LINE } else { layout.planes[0] };
         let most_blocks = (CACHED / (most_panels * operand_block)).clamp(1, layout.blocks);
         let unpacked_stride = most_blocks * operand_block;
         let buffer = self.scratch.panel.get(if unpack { most_panels * unpacked_stride } else { 0 });
@@ -283,40 +298,162 @@ impl Product<'_> {
         let tiles = n.div_ceil(K::ROWS);
         while done < width {
             let panels = next_panels(done, most_panels);
-            let lines = &packed[done / PANEL * layout.panel_bytes()..];
+            let panel = &packed[done / PANEL * stride..];
             for start in (0..layout.blocks).step_by(most_blocks) {
                 let blocks = most_blocks.min(layout.blocks - start);
-                let here = start * packed_block..(start + blocks) * packed_block;
+                let here = planes_at(start);
                 if unpack {
                     for p in 0..panels {
-                        let from = &lines[p * layout.panel_bytes()..][here.clone()];
+                        let mut from: [&[u8]; 2] = [&[]; 2];
+                        for i in 0..2 {
+                            from[i] = &panel[p * stride + here[i]..][..blocks * layout.planes[i]];
+                        }
                         let to = &mut buffer[p * unpacked_stride..][..blocks * operand_block];
                         isa.run(Unpack::<K::Lines> { from, to, lines: PhantomData });
                     }
                 }
                 // What comes next, a piece with each block of each tile: the next columns, or the first ones of the next panels.
-                let (ahead, bytes) = if start + blocks < layout.blocks {
-                    let bytes = most_blocks.min(layout.blocks - start - blocks) * packed_block;
-                    (lines.as_ptr().wrapping_add(here.end), bytes)
+                let (ahead, ahead_blocks) = if start + blocks < layout.blocks {
+                    let after = planes_at(start + blocks).map(|at| panel.as_ptr().wrapping_add(at));
+                    (after, most_blocks.min(layout.blocks - start - blocks))
                 } else {
-                    (following(lines, panels, done), most_blocks * packed_block)
+                    let after = following(panel, panels, done);
+                    (planes_at(0).map(|at| after.wrapping_add(at)), most_blocks)
                 };
-                let fetch_lines = (bytes / LINE).div_ceil(tiles * blocks);
+                let fetch_lines = layout.planes.map(|bytes| (ahead_blocks * bytes).div_ceil(LINE * tiles * blocks));
                 for i in 0..tiles {
                     let rows = n * i / tiles..n * (i + 1) / tiles;
-                    let part = part(done / PANEL, start, blocks);
+                    let part = part(panel, start, blocks);
+                    let mut fetch = ahead;
+                    for (fetch, lines) in fetch.iter_mut().zip(fetch_lines) {
+                        *fetch = fetch.wrapping_add(i * blocks * lines * LINE);
+                    }
                     let tile = Tile {
-                        weights: if unpack { &*buffer } else { &lines[here.start..] },
-                        weight_stride: if unpack { unpacked_stride } else { layout.panel_bytes() },
+                        weights: if unpack { [&*buffer, &[]] } else { here.map(|at| &panel[at..]) },
+                        weight_stride: if unpack { unpacked_stride } else { stride },
                         inputs: &part.inputs[rows.start * block_bytes..],
                         out: &mut self.out[rows.start * width + done..],
                         width: (width - done).min(panels * PANEL),
-                        fetch: ahead.wrapping_add(i * blocks * fetch_lines * LINE),
-                        fetch_stride: layout.panel_bytes(),
+                        fetch,
                         fetch_lines,
                         ..part
                     };
                     K::cached(isa, rows.len(), panels, tile);
+                }
+            }
+            done += panels * PANEL;
+        }
+    }
+}
+
+/// Weights that are used as the checkpoint has them, in blocks of [`SUPER`] columns that are decoded on the way.
+pub trait Blocks: Copy {
+    /// Bytes of a block.
+    const BYTES: usize;
+    /// Columns that share a scale: 16 or 32.
+    const GROUP: usize;
+    /// Decodes a block: signed codes, and the scale of each group.
+    fn decode(block: &[u8], codes: &mut [i8; SUPER], scales: &mut [f32]);
+}
+
+/// Decodes blocks of an output into lines of unsigned codes and records of scales.
+struct Decode<'a, B> {
+    blocks: &'a [u8],
+    output: usize,
+    lines: &'a mut [u8],
+    records: &'a mut [u8],
+    kind: PhantomData<B>,
+}
+
+impl<B: Blocks> Job for Decode<'_, B> {
+    #[inline(always)]
+    fn go<I: Isa>(self, _: I) {
+        let mut codes = [0; SUPER];
+        let mut scales = [0f32; SUPER / 16];
+        let scales = &mut scales[..SUPER / B::GROUP];
+        let lines = self.lines.chunks_exact_mut(SUPER * PANEL);
+        let records = self.records.chunks_exact_mut(SUPER / B::GROUP * F32Scale::RECORD);
+        for ((block, lines), records) in self.blocks.chunks_exact(B::BYTES).zip(lines).zip(records) {
+            B::decode(block, &mut codes, scales);
+            let at = self.output * 4;
+            for (codes, line) in codes.as_chunks::<4>().0.iter().zip(lines.as_chunks_mut::<LINE>().0) {
+                let codes = u32::from_le_bytes(codes.map(|c| c as u8)) ^ 0x8080_8080;
+                line[at..at + 4].copy_from_slice(&codes.to_le_bytes());
+            }
+            for (scale, record) in scales.iter().zip(records.chunks_exact_mut(F32Scale::RECORD)) {
+                record[at..at + 4].copy_from_slice(&scale.to_le_bytes());
+            }
+        }
+    }
+}
+
+impl Product<'_> {
+    /// Does it with weights in place: their blocks are decoded into the cache, some columns of a panel or two at a time, and tiles of rows
+    /// pass over them. Inputs have a scale per [`Blocks::GROUP`] columns.
+    pub fn decoded<I: Isa, B: Blocks, const G: usize>(self, isa: I) {
+        let Outputs { of: weights, range, .. } = self.outputs;
+        let matrix = weights.matrix().expect("weights in place");
+        const { assert!(G == B::GROUP) };
+        assert_eq!(self.out.len(), self.rows.len() * range.len(), "output of another shape");
+        assert!(range.start.is_multiple_of(PANEL) && range.end <= matrix.rows(), "outputs out of range");
+        assert!(self.rows.end <= self.inputs.rows() && matrix.cols().is_multiple_of(SUPER), "rows out of range");
+        let (n, width) = (self.rows.len(), range.len());
+        let block_bytes = self.inputs.layout().block_bytes();
+        let input_stride = self.inputs.rows() * block_bytes;
+        let inputs = &self.inputs.bytes()[self.rows.start * block_bytes..];
+        // In units of `SUPER` columns.
+        let columns = matrix.cols() / SUPER;
+        let few = n <= stream_rows(I::LARGE);
+        let most_panels = if I::LARGE && !few { 2 } else { 1 };
+        let most_columns = (CACHED / (most_panels * SUPER * PANEL)).clamp(1, columns.max(1));
+        let line_bytes = most_columns * SUPER * PANEL;
+        let record_bytes = most_columns * SUPER / G * F32Scale::RECORD;
+        let stride = line_bytes + record_bytes;
+        let buffer = self.scratch.panel.get(most_panels * stride);
+        let tiles = if few { 1 } else { n.div_ceil(<Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::ROWS) };
+        let mut done = 0;
+        while n > 0 && done < width {
+            let panels = if (width - done).div_ceil(PANEL) >= most_panels { most_panels } else { 1 };
+            for start in (0..columns).step_by(most_columns) {
+                let now = most_columns.min(columns - start);
+                for p in 0..panels {
+                    let (lines, records) = buffer[p * stride..][..stride].split_at_mut(line_bytes);
+                    let first = range.start + done + p * PANEL;
+                    // Outputs that are not there keep what the buffer holds; nobody reads their sums.
+                    for output in 0..PANEL.min(range.end - first) {
+                        let blocks = &matrix.row(first + output)[start * B::BYTES..][..now * B::BYTES];
+                        isa.run(Decode::<B> { blocks, output, lines, records, kind: PhantomData });
+                    }
+                }
+                for i in 0..tiles {
+                    let rows = n * i / tiles..n * (i + 1) / tiles;
+                    let first_block = start * SUPER / BLOCK;
+                    let tile = Tile {
+                        weights: [&*buffer, &[]],
+                        weight_stride: stride,
+                        panel: &*buffer,
+                        panel_stride: stride,
+                        outputs_at: 0,
+                        group_at: line_bytes,
+                        group: G,
+                        group_left: G,
+                        supers_at: 0,
+                        first_block,
+                        inputs: &inputs[first_block * input_stride + rows.start * block_bytes..],
+                        input_stride,
+                        blocks: now * SUPER / BLOCK,
+                        out: &mut self.out[rows.start * width + done..],
+                        out_stride: width,
+                        width: (width - done).min(panels * PANEL),
+                        fetch: [buffer.as_ptr(); 2],
+                        fetch_lines: [0; 2],
+                        last: start + now == columns,
+                    };
+                    if few {
+                        Ints::<Bytes<0>, F32Scale, G, G>::stream(isa, rows.len(), panels, tile);
+                    } else {
+                        Ints::<Bytes<0>, F32Scale, G, G>::cached(isa, rows.len(), panels, tile);
+                    }
                 }
             }
             done += panels * PANEL;

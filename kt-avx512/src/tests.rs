@@ -1,6 +1,6 @@
 //! Products against plain F64 sums over the decoded weights and the inputs exactly as packed, for each tier of this CPU.
 
-use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
+use kt_core::cpu::input::{BLOCK, InputLayout, Inputs, Sums};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
 use kt_core::cpu::memory::AlignedBytes;
 use kt_core::cpu::tier::Tier;
@@ -402,9 +402,10 @@ fn inputs_and_activations_are_those_of_the_core() {
             for layout in [
                 InputLayout::F32,
                 InputLayout::Bf16,
-                InputLayout::Int8 { group: 16, times: 1 },
-                InputLayout::Int8 { group: 32, times: -8 },
-                InputLayout::Int8 { group: 128, times: -128 },
+                InputLayout::Int8 { group: 16, sums: Sums::Times(1) },
+                InputLayout::Int8 { group: 32, sums: Sums::Times(-8) },
+                InputLayout::Int8 { group: 32, sums: Sums::Scaled },
+                InputLayout::Int8 { group: 128, sums: Sums::Times(-128) },
             ] {
                 let (mut got, mut want) = (vec![1; layout.block_bytes()], vec![2; layout.block_bytes()]);
                 kernel.pack_input(layout, &x, &mut got);

@@ -17,7 +17,7 @@ use std::marker::PhantomData;
 use kt_core::cpu::input::BLOCK;
 
 use crate::isa::{Isa, Job, prefetch_later, prefetch_once};
-use crate::layout::{LINE, PANEL};
+use crate::layout::{LINE, PANEL, SUPER};
 use crate::lines::{Codes, Floats, Scale};
 
 /// Bytes that are asked for ahead of use, over all panels of a tile, when weights stream from memory; past the end of a panel, in the
@@ -28,21 +28,27 @@ const fn ahead_bytes(rows: usize) -> usize {
 }
 
 /// What a register tile reads and writes: `blocks` blocks of 128 columns of it.
-pub(crate) struct Tile<'a> {
-    /// Lines of the first panel, from its first block; those of panel `p` begin at `p * weight_stride`.
-    pub weights: &'a [u8],
+pub struct Tile<'a> {
+    /// Both planes of lines of the first panel, from its first block; those of panel `p` begin at `p * weight_stride`.
+    pub weights: [&'a [u8]; 2],
     /// See `weights`.
     pub weight_stride: usize,
-    /// Scales of the first panel; those of panel `p` begin at `p * scale_stride`.
-    pub scales: &'a [u8],
-    /// See `scales`.
-    pub scale_stride: usize,
-    /// Where the scales of the first group or block begin.
+    /// The first panel, for its scales; panel `p` begins at `p * panel_stride`.
+    pub panel: &'a [u8],
+    /// See `panel`.
+    pub panel_stride: usize,
+    /// Where the scales of outputs begin in a panel.
+    pub outputs_at: usize,
+    /// Where the scales of the first group or block begin in a panel.
     pub group_at: usize,
     /// Columns that share a scale, for integer codes with group scales; and how many of them the first group has left.
     pub group: usize,
     /// See `group`.
     pub group_left: usize,
+    /// Where the records of [`SUPER`] columns begin in a panel.
+    pub supers_at: usize,
+    /// How many blocks come before the first one.
+    pub first_block: usize,
     /// Input rows, from the first block: block `b` of row `r` begins at `b * input_stride + r * block_bytes`.
     pub inputs: &'a [u8],
     /// See `inputs`.
@@ -55,55 +61,68 @@ pub(crate) struct Tile<'a> {
     pub out_stride: usize,
     /// Outputs to write: the last panel may be cut.
     pub width: usize,
-    /// What to ask for meanwhile. When lines stream: the lines that follow the last ones of the first panel. Else: lines for later, so
-    /// many for each block and panel; those of panel `p` begin `p * fetch_stride` bytes on.
-    pub fetch: *const u8,
+    /// What to ask for meanwhile, of each plane. When lines stream: the lines that follow the last ones of the first panel. Else: lines
+    /// for later, so many for each block and panel; those of panel `p` begin `p * panel_stride` bytes on.
+    pub fetch: [*const u8; 2],
     /// See `fetch`.
-    pub fetch_stride: usize,
-    /// See `fetch`.
-    pub fetch_lines: usize,
-    /// Whether these are the first columns; else `out` holds the totals so far.
-    pub first: bool,
-    /// Whether these are the last columns, so that the scales of outputs are due.
+    pub fetch_lines: [usize; 2],
+    /// Whether these are the last columns, so that the scales of outputs are due. If `first_block` is not 0, `out` holds the totals
+    /// so far.
     pub last: bool,
+}
+
+/// What a tile reads of a panel, beside its lines.
+struct Reads {
+    /// Bytes of scales, from the start of the panel.
+    scales: usize,
+    /// Bytes of a block of an input row.
+    input: usize,
 }
 
 impl Tile<'_> {
     /// Checks that everything that a tile of `r` x `p` reads and writes is there.
     #[inline(always)]
-    fn check(&self, r: usize, p: usize, weight_bytes: usize, scale_bytes: usize, input_bytes: usize) {
+    fn check(&self, r: usize, p: usize, block_bytes: [usize; 2], reads: Reads) {
         assert!(self.blocks > 0);
-        assert!(self.weights.len() >= (p - 1) * self.weight_stride + weight_bytes);
-        assert!(self.scales.len() >= (p - 1) * self.scale_stride + scale_bytes);
-        assert!(self.inputs.len() >= (self.blocks - 1) * self.input_stride + r * input_bytes);
+        for (weights, block_bytes) in self.weights.iter().zip(block_bytes) {
+            assert!(block_bytes == 0 || weights.len() >= (p - 1) * self.weight_stride + self.blocks * block_bytes);
+        }
+        assert!(reads.scales == 0 || self.panel.len() >= (p - 1) * self.panel_stride + reads.scales);
+        assert!(self.inputs.len() >= (self.blocks - 1) * self.input_stride + r * reads.input);
         assert!(self.width <= p * PANEL && self.width > (p - 1) * PANEL);
         assert!(self.out.len() >= (r - 1) * self.out_stride + self.width);
     }
 
-    /// From a line or scale to where it is in the panels that follow.
+    /// From a line or scale of plane `i` to where it is in the panels that follow.
     #[inline(always)]
-    fn following(&self) -> usize {
-        self.fetch.addr().wrapping_sub(self.weights.as_ptr().addr())
+    fn following(&self, i: usize) -> usize {
+        self.fetch[i].addr().wrapping_sub(self.weights[i].as_ptr().addr())
     }
 
-    /// From a line of a block to the line that is to be prefetched.
+    /// From a line of a block to the line that is to be prefetched, in each plane.
     #[inline(always)]
-    fn ahead<const R: usize, const P: usize>(&self, block: usize, block_bytes: usize) -> usize {
-        let blocks = (ahead_bytes(R) / P).div_ceil(block_bytes);
-        if block + blocks < self.blocks {
-            blocks * block_bytes
-        } else {
-            self.following().wrapping_add(blocks * block_bytes).wrapping_sub(self.blocks * block_bytes)
+    fn ahead<const R: usize, const P: usize>(&self, block: usize, block_bytes: [usize; 2]) -> [usize; 2] {
+        let blocks = (ahead_bytes(R) / P).div_ceil(block_bytes[0] + block_bytes[1]);
+        let mut ahead = [0; 2];
+        for (i, ahead) in ahead.iter_mut().enumerate() {
+            *ahead = if block + blocks < self.blocks {
+                blocks * block_bytes[i]
+            } else {
+                self.following(i).wrapping_add(blocks * block_bytes[i]).wrapping_sub(self.blocks * block_bytes[i])
+            };
         }
+        ahead
     }
 
     /// Asks for the lines that go with a block.
     #[inline(always)]
     fn fetch<const P: usize>(&self, block: usize) {
         for p in 0..P {
-            let at = self.fetch.wrapping_add(p * self.fetch_stride + block * self.fetch_lines * LINE);
-            for l in 0..self.fetch_lines {
-                prefetch_later(at.wrapping_add(l * LINE));
+            for (fetch, lines) in self.fetch.iter().zip(self.fetch_lines) {
+                let at = fetch.wrapping_add(p * self.panel_stride + block * lines * LINE);
+                for l in 0..lines {
+                    prefetch_later(at.wrapping_add(l * LINE));
+                }
             }
         }
     }
@@ -112,7 +131,7 @@ impl Tile<'_> {
     #[inline(always)]
     fn begin<I: Isa, const R: usize, const P: usize>(&self, isa: I) -> [[I::Flt; P]; R] {
         let mut total = [[isa.zero(); P]; R];
-        if !self.first {
+        if self.first_block > 0 {
             for (r, total) in total.iter_mut().enumerate() {
                 for (p, total) in total.iter_mut().enumerate() {
                     // SAFETY: `check` saw that `width` outputs of R rows fit, and that all panels begin before `width`.
@@ -125,15 +144,16 @@ impl Tile<'_> {
         total
     }
 
-    /// Writes the totals, at the end times the scales that open a panel's scales, if outputs have such.
+    /// Writes the totals, at the end times the scales of outputs, if there are such.
     #[inline(always)]
     fn end<I: Isa, const R: usize, const P: usize>(self, isa: I, total: [[I::Flt; P]; R], output_scales: bool) {
         for p in 0..P {
             for (r, total) in total.iter().enumerate() {
                 let mut v = total[p];
                 if output_scales && self.last {
+                    let at = self.panel.as_ptr().wrapping_add(p * self.panel_stride + self.outputs_at);
                     // SAFETY: `check` saw the scales of P panels.
-                    v = isa.mul(v, isa.as_f32(unsafe { isa.load(self.scales.as_ptr().add(p * self.scale_stride)) }));
+                    v = isa.mul(v, isa.as_f32(unsafe { isa.load(at) }));
                 }
                 // SAFETY: `check` saw that `width` outputs of R rows fit, and that all panels begin before `width`.
                 let to = unsafe { self.out.as_mut_ptr().add(r * self.out_stride + p * PANEL) };
@@ -146,15 +166,14 @@ impl Tile<'_> {
 
 /// Unsigned codes x signed inputs with a scale per `XG` columns.
 ///
-/// Weights have a scale per `WG` columns, or several times as many, of kind `S`; 0: none but that of the output. `ZERO`: bytes of the
-/// zero point that follows each scale; 0 where the sums of codes in the inputs come multiplied with it. `STREAM`: lines come from memory.
+/// Weights have a scale per `WG` columns, or several times as many, of kind `S`; 0: none but that of the output. `STREAM`: lines come
+/// from memory.
 pub(crate) struct IntTile<
     'a,
     L,
     S,
     const XG: usize,
     const WG: usize,
-    const ZERO: usize,
     const STREAM: bool,
     const R: usize,
     const P: usize,
@@ -163,71 +182,72 @@ pub(crate) struct IntTile<
     pub kind: PhantomData<(L, S)>,
 }
 
-impl<
-    L: Codes,
-    S: Scale,
-    const XG: usize,
-    const WG: usize,
-    const ZERO: usize,
-    const STREAM: bool,
-    const R: usize,
-    const P: usize,
-> Job for IntTile<'_, L, S, XG, WG, ZERO, STREAM, R, P>
+impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, const R: usize, const P: usize> Job
+    for IntTile<'_, L, S, XG, WG, STREAM, R, P>
 {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
         let t = self.tile;
-        const { assert!(WG.is_multiple_of(XG)) };
+        const { assert!(WG.is_multiple_of(XG) && (!S::MINIMA || WG == XG) && !(S::MINIMA && S::ZEROS)) };
         // Columns of a sum before it is added to the total.
         let columns = if WG == 0 { XG } else { WG };
         let sums_at = BLOCK + BLOCK / XG * 4;
         let input_bytes = sums_at + BLOCK / XG * 4;
-        let record = PANEL * (S::BYTES + ZERO);
-        let records =
-            if record == 0 { 0 } else { (t.blocks * BLOCK).saturating_sub(t.group_left).div_ceil(t.group) + 1 };
-        let block_bytes = BLOCK * PANEL / L::OPERANDS;
-        t.check(R, P, t.blocks * block_bytes, (t.group_at + records * record).max(PANEL * 4), input_bytes);
-        assert!(record == 0 || t.group.is_multiple_of(WG) && t.group_left.is_multiple_of(WG) && t.group_left > 0);
+        let steps = BLOCK / 4 / L::OPERANDS;
+        let block_bytes = [steps * L::PLANES[0], steps * L::PLANES[1]];
+        let mut scales = if S::OUTPUTS { t.outputs_at + PANEL * 4 } else { 0 };
+        if S::RECORD > 0 {
+            let records = (t.blocks * BLOCK).saturating_sub(t.group_left).div_ceil(t.group) + 1;
+            scales = scales.max(t.group_at + records * S::RECORD);
+            assert!(t.group.is_multiple_of(WG) && t.group_left.is_multiple_of(WG) && t.group_left > 0);
+        }
+        if S::SUPER > 0 {
+            scales = scales.max(t.supers_at + ((t.first_block + t.blocks) * BLOCK).div_ceil(SUPER) * S::SUPER);
+        }
+        t.check(R, P, block_bytes, Reads { scales, input: input_bytes });
 
-        // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of R rows, and a
-        // record for every group.
+        // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of R rows, and the
+        // records of all groups, and of all groups of groups.
         let table = L::table(isa);
         let offset = isa.splat(if L::SPAN == 0 { I::WIDE_OFFSET } else { 0 });
         let words = isa.splat(0xffff);
         let mut zeros = [isa.splat(0); P];
         let mut total = t.begin::<I, R, P>(isa);
-        let mut line = t.weights.as_ptr();
+        let mut line = [t.weights[0].as_ptr(), t.weights[1].as_ptr()];
         let mut x = t.inputs.as_ptr();
-        let mut scale = t.scales.as_ptr().wrapping_add(t.group_at);
+        let mut record = t.panel.as_ptr().wrapping_add(t.group_at);
         let mut left = t.group_left;
         for block in 0..t.blocks {
-            let ahead = if STREAM { t.ahead::<R, P>(block, block_bytes) } else { 0 };
+            let ahead = if STREAM { t.ahead::<R, P>(block, block_bytes) } else { [0; 2] };
             if !STREAM {
                 t.fetch::<P>(block);
             }
+            let super_at = t.supers_at + (t.first_block + block) * BLOCK / SUPER * S::SUPER;
+            let above = t.panel.as_ptr().wrapping_add(if S::SUPER > 0 { super_at } else { 0 });
             for c in 0..BLOCK / columns {
                 let mut part = [[isa.zero(); P]; R];
                 for g in 0..columns / XG {
                     let k = c * columns + g * XG;
-                    if ZERO > 0 && g == 0 {
+                    if S::ZEROS && g == 0 {
                         for (p, zero) in zeros.iter_mut().enumerate() {
-                            let at = scale.wrapping_add(p * t.scale_stride + PANEL * S::BYTES);
-                            // SAFETY: 16 zero points of this group of panel `p`, in bounds as said above.
-                            let z = unsafe { if ZERO == 1 { isa.load_u8(at) } else { isa.load_i16(at) } };
+                            // SAFETY: the record of this group of panel `p`, in bounds as said above.
+                            let z = unsafe { S::zeros(isa, record.wrapping_add(p * t.panel_stride)) };
                             *zero = isa.and(isa.sub(offset, z), words);
                         }
                     }
                     let mut sums = [[isa.splat(0); P]; R];
-                    for (r, sums) in sums.iter_mut().enumerate() {
-                        // SAFETY: a sum of codes of row `r`, in bounds as said above.
-                        let codes = unsafe { isa.load_dword(x.add(r * input_bytes + sums_at + k / XG * 4)) };
-                        for (sum, &zero) in sums.iter_mut().zip(&zeros) {
-                            // Such a sum fits a word, and the upper words of `zeros` are 0.
-                            *sum = if ZERO > 0 { isa.madd(zero, codes) } else { codes };
+                    if !S::MINIMA {
+                        for (r, sums) in sums.iter_mut().enumerate() {
+                            // SAFETY: a sum of codes of row `r`, in bounds as said above.
+                            let codes = unsafe { isa.load_dword(x.add(r * input_bytes + sums_at + k / XG * 4)) };
+                            for (sum, &zero) in sums.iter_mut().zip(&zeros) {
+                                // Such a sum fits a word, and the upper words of `zeros` are 0.
+                                *sum = if S::ZEROS { isa.madd(zero, codes) } else { codes };
+                            }
                         }
                     }
                     let span = if L::SPAN == 0 || L::SPAN > XG { XG } else { L::SPAN };
-                    let lines = span / 4 / L::OPERANDS;
+                    let steps = span / 4 / L::OPERANDS;
                     for s in 0..XG / span {
                         let mut acc = sums;
                         if L::SPAN > 0 {
@@ -237,17 +257,23 @@ impl<
                                 }
                             }
                         }
-                        for j in 0..lines {
+                        for j in 0..steps {
                             let mut w = [[isa.splat(0); 2]; P];
                             for (p, w) in w.iter_mut().enumerate() {
-                                let at = line.wrapping_add(p * t.weight_stride);
-                                if STREAM {
-                                    prefetch_once(at.wrapping_add(ahead));
+                                let at = line.map(|line| line.wrapping_add(p * t.weight_stride));
+                                for i in 0..2 {
+                                    // Once a line.
+                                    if STREAM
+                                        && L::PLANES[i] > 0
+                                        && ((s * steps + j) * L::PLANES[i]).is_multiple_of(LINE)
+                                    {
+                                        prefetch_once(at[i].wrapping_add(ahead[i]));
+                                    }
                                 }
-                                // SAFETY: the next line of panel `p`, in bounds as said above.
-                                *w = L::operands(isa, table, unsafe { isa.load(at) });
+                                // SAFETY: the next step of panel `p`, in bounds as said above.
+                                *w = unsafe { L::operands(isa, table, at) };
                             }
-                            line = line.wrapping_add(LINE);
+                            line = [line[0].wrapping_add(L::PLANES[0]), line[1].wrapping_add(L::PLANES[1])];
                             for l in 0..L::OPERANDS {
                                 let k = k + s * span + (j * L::OPERANDS + l) * 4;
                                 if L::SPAN == 0 {
@@ -300,29 +326,42 @@ impl<
                 }
                 if WG > 0 {
                     let mut w_scale = [isa.zero(); P];
-                    for (p, w_scale) in w_scale.iter_mut().enumerate() {
-                        let at = scale.wrapping_add(p * t.scale_stride);
-                        // SAFETY: 16 scales of this group of panel `p`, in bounds as said above.
-                        *w_scale = unsafe { S::load(isa, at) };
+                    let mut minimum = [isa.zero(); P];
+                    for p in 0..P {
+                        let at = record.wrapping_add(p * t.panel_stride);
+                        let above = above.wrapping_add(p * t.panel_stride);
+                        // SAFETY: the record of this group of panel `p`, and the one above it, in bounds as said above.
+                        w_scale[p] = unsafe { S::load(isa, at, above) };
+                        if S::MINIMA {
+                            // SAFETY: as above.
+                            minimum[p] = unsafe { S::minima(isa, at, above) };
+                        }
                         if STREAM {
-                            prefetch_once(at.wrapping_add(t.following()));
+                            prefetch_once(at.wrapping_add(t.following(0)));
                         }
                     }
                     left -= WG;
                     if left == 0 {
                         left = t.group;
-                        scale = scale.wrapping_add(record);
+                        record = record.wrapping_add(S::RECORD);
                     }
-                    for (total, part) in total.iter_mut().zip(&part) {
+                    for (r, (total, part)) in total.iter_mut().zip(&part).enumerate() {
                         for p in 0..P {
                             total[p] = isa.mul_add(part[p], w_scale[p], total[p]);
+                        }
+                        if S::MINIMA {
+                            // SAFETY: a sum of inputs of row `r`, in bounds as said above.
+                            let sum = unsafe { isa.load_f32(x.add(r * input_bytes + sums_at + c * 4)) };
+                            for p in 0..P {
+                                total[p] = isa.mul_add(sum, minimum[p], total[p]);
+                            }
                         }
                     }
                 }
             }
             x = x.wrapping_add(t.input_stride);
         }
-        t.end(isa, total, true);
+        t.end(isa, total, S::OUTPUTS);
     }
 }
 
@@ -352,26 +391,29 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let t = self.tile;
         let (number, per_operand) = if L::BF16 { (I::INPUT_BYTES, 2) } else { (4, 1) };
         let input_bytes = BLOCK * number;
-        let block_bytes = BLOCK / per_operand * LINE / L::OPERANDS;
+        let block_bytes = [BLOCK / per_operand / L::OPERANDS * LINE, 0];
         // Columns, and bytes of scales, until a scale is due.
         let (span, record) = match SCALED {
             scaled::TILES => (BLOCK, 4),
             scaled::GROUPS => (32, PANEL),
             _ => (BLOCK, 0),
         };
-        let scale_bytes =
-            if SCALED == scaled::OUTPUTS { PANEL * 4 } else { t.group_at + t.blocks * (BLOCK / span) * record };
-        t.check(R, P, t.blocks * block_bytes, scale_bytes, input_bytes);
+        let scales = match SCALED {
+            scaled::NO => 0,
+            scaled::OUTPUTS => t.outputs_at + PANEL * 4,
+            _ => t.group_at + t.blocks * (BLOCK / span) * record,
+        };
+        t.check(R, P, block_bytes, Reads { scales, input: input_bytes });
 
         // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of R rows, and a
         // scale for every span.
         let table = L::table(isa);
         let mut total = t.begin::<I, R, P>(isa);
-        let mut line = t.weights.as_ptr();
+        let mut line = t.weights[0].as_ptr();
         let mut x = t.inputs.as_ptr();
-        let mut scale = t.scales.as_ptr().wrapping_add(t.group_at);
+        let mut scale = t.panel.as_ptr().wrapping_add(t.group_at);
         for block in 0..t.blocks {
-            let ahead = if STREAM { t.ahead::<R, P>(block, block_bytes) } else { 0 };
+            let ahead = if STREAM { t.ahead::<R, P>(block, block_bytes)[0] } else { 0 };
             if !STREAM {
                 t.fetch::<P>(block);
             }
@@ -385,7 +427,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                             prefetch_once(at.wrapping_add(ahead));
                         }
                         // SAFETY: the next line of panel `p`, in bounds as said above.
-                        *w = L::operands(isa, table, unsafe { isa.load(at) });
+                        *w = unsafe { L::operands(isa, table, [at; 2]) };
                     }
                     line = line.wrapping_add(LINE);
                     for l in 0..L::OPERANDS {
@@ -410,7 +452,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                 }
                 if record > 0 {
                     for p in 0..P {
-                        let at = scale.wrapping_add(p * t.scale_stride);
+                        let at = scale.wrapping_add(p * t.panel_stride);
                         // SAFETY: the scales of this span of panel `p`, in bounds as said above.
                         let scale = unsafe {
                             if SCALED == scaled::TILES { isa.load_f32(at) } else { isa.exp2(isa.load_u8(at)) }

@@ -29,8 +29,8 @@ fn pack(c: &mut Criterion) {
     for (name, layout) in [
         ("f32", InputLayout::F32),
         ("bf16", InputLayout::Bf16),
-        ("int8-g32", InputLayout::Int8 { group: 32, times: 1 }),
-        ("int8-g128", InputLayout::Int8 { group: 128, times: 1 }),
+        ("int8-g32", InputLayout::Int8 { group: 32, sums: Sums::Times(1) }),
+        ("int8-g128", InputLayout::Int8 { group: 128, sums: Sums::Times(1) }),
     ] {
         let mut out = vec![0; layout.bytes(1, HIDDEN)];
         group.bench_function(BenchmarkId::new(name, HIDDEN), |b| {

@@ -16,7 +16,6 @@ use kt_core::testing::Random;
 use kt_core::{Format, Matrix};
 use kt_llamafile::Llamafile;
 
-const LAYOUT: InputLayout = InputLayout::Int8 { group: 32, times: 1 };
 const WEIGHT_BYTES: usize = 256 << 20;
 /// (outputs, inputs): gate or up, and down, of Qwen3-30B-A3B.
 const SHAPES: [(usize, usize); 2] = [(768, 2048), (2048, 768)];
@@ -45,20 +44,20 @@ fn matrices(format: Format, (rows, cols): (usize, usize)) -> Vec<Weights> {
             block[at..at + 2].copy_from_slice(&0x2000u16.to_le_bytes());
         }
     }
-    let copies = WEIGHT_BYTES.div_ceil(bytes);
-    (0..copies)
-        .map(|_| {
-            Weights::in_place(Matrix::new(format, rows, cols, codes.clone().into(), None).expect("a valid matrix"))
-        })
-        .collect()
+    let kernel = Llamafile::detect(Tier::Amx).expect("a kernel to bench");
+    let matrix = Matrix::new(format, rows, cols, codes.into(), None).expect("a valid matrix");
+    let mut packed = vec![0; kernel.packed_bytes(format, rows, cols).expect("packed")];
+    kernel.pack(&matrix, &mut packed);
+    let copies = WEIGHT_BYTES.div_ceil(packed.len());
+    (0..copies).map(|_| Weights::packed(format, rows, cols, packed.clone().into())).collect()
 }
 
-fn packed(rows: usize, cols: usize) -> Vec<u8> {
+fn packed(layout: InputLayout, rows: usize, cols: usize) -> Vec<u8> {
     let mut random = Random(2);
-    let mut bytes = vec![0; LAYOUT.bytes(rows, cols)];
-    for block in bytes.chunks_exact_mut(LAYOUT.block_bytes()) {
+    let mut bytes = vec![0; layout.bytes(rows, cols)];
+    for block in bytes.chunks_exact_mut(layout.block_bytes()) {
         let x: [f32; BLOCK] = std::array::from_fn(|_| random.normal());
-        pack_block(LAYOUT, &x, block);
+        pack_block(layout, &x, block);
     }
     bytes
 }
@@ -76,8 +75,9 @@ fn products(c: &mut Criterion) {
                     } else {
                         Throughput::Elements(2 * (rows * outputs * cols) as u64)
                     });
-                    let bytes = packed(rows, cols);
-                    let x = Inputs::new(LAYOUT, rows, cols, &bytes);
+                    let (layout, _) = kernel.accepts(format, outputs, cols).expect("a format of this backend");
+                    let bytes = packed(layout, rows, cols);
+                    let x = Inputs::new(layout, rows, cols, &bytes);
                     let (mut out, mut scratch, mut next) = (vec![0.0; rows * TASK], Scratch::default(), 0);
                     group.bench_function(BenchmarkId::from_parameter(rows), |b| {
                         b.iter(|| {

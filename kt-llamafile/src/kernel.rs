@@ -1,145 +1,136 @@
 //! The kernel's face towards the CPU flow: detection, what it accepts, dispatch.
 
-#![allow(unsafe_code)] // kernel
-
 use std::ops::Range;
 
+use kt_avx512::Avx;
+use kt_avx512::engine::{Bytes, E2M1_ZERO, E2m1, Ints, Isa, Job, Nibbles, Product};
 use kt_core::activation::Activation;
-use kt_core::cpu::input::{InputLayout, Inputs};
+use kt_core::cpu::input::{InputLayout, Inputs, Sums};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
 use kt_core::cpu::tier::Tier;
-use kt_core::format::ggml;
 use kt_core::{Format, Matrix, Unsupported};
 
-#[cfg(target_arch = "x86_64")]
-use crate::x86;
+use crate::blocks::{Iq1M, Iq1S, Iq2S, Iq2Xs, Iq2Xxs, Iq3S, Iq3Xxs};
+use crate::layout::{self, PANEL, packed_layout};
+use crate::lines::{
+    FiveBits, Half, HalfPower, Iq4, NibblesWithMinima, Signed, SixBits, ThreeBits, TwoBits, WithMinima,
+};
 
-/// How input rows are rounded for every format here: groups of 32, the groups of Q8_0 and Q4_K.
-pub(crate) const INPUTS: InputLayout = InputLayout::Int8 { group: 32, times: 1 };
-
-/// The instruction sets that this crate has products for; a value of it proves that the CPU has them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Isa {
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-    #[cfg(target_arch = "x86_64")]
-    Avx512Vnni,
-}
-
-/// Best first.
-const ISAS: &[(Tier, Isa)] = &[
-    #[cfg(target_arch = "x86_64")]
-    (Tier::Avx512Vnni, Isa::Avx512Vnni),
-    #[cfg(target_arch = "x86_64")]
-    (Tier::Avx512, Isa::Avx512),
-    #[cfg(target_arch = "x86_64")]
-    (Tier::Avx2, Isa::Avx2),
-];
-
-/// Products with GGUF blocks in place. Holding a value proves that the CPU has the instructions.
+/// Products of GGUF blocks, by the best instructions of this CPU. Holding a value proves that the CPU has them.
 #[derive(Debug, Clone, Copy)]
-pub struct Llamafile(Isa);
+pub struct Llamafile(Avx);
 
 impl Llamafile {
-    /// The best instructions of this CPU up to `cap`: AVX-512 with VNNI, AVX-512, or AVX2 with FMA and F16C.
+    /// The best instructions of this CPU up to `cap`, from AVX2 to AVX-512 with VNNI: those above do nothing for these formats.
     ///
     /// # Errors
     /// Which CPU features are missing, or that `cap` excludes all of these.
     pub fn detect(cap: Tier) -> Result<Self, Unsupported> {
-        if let Some(&(_, isa)) = ISAS.iter().find(|(tier, _)| *tier <= cap && tier.available()) {
-            return Ok(Llamafile(isa));
-        }
-        Err(Unsupported::new(if cap < Tier::Avx2 {
-            format!("needs at least tier {}, but tiers are capped at {cap}", Tier::Avx2)
-        } else {
-            format!("needs at least tier {}; this CPU lacks {}", Tier::Avx2, Tier::Avx2.missing().join(", "))
-        }))
+        Avx::detect(cap.min(Tier::Avx512Vnni)).map(Llamafile)
     }
-}
-
-/// Calls a function of the instruction set's module.
-macro_rules! dispatch {
-    ($isa:expr, $function:ident($($arg:expr),* $(,)?)) => {
-        match $isa {
-            // SAFETY: `Llamafile::detect` makes this value only where tier avx2 is available.
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => unsafe { x86::avx2::$function($($arg),*) },
-            // SAFETY: `Llamafile::detect` makes this value only where tier avx512 is available.
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => unsafe { x86::avx512::$function($($arg),*) },
-            // SAFETY: `Llamafile::detect` makes this value only where tier avx512vnni is available.
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Vnni => unsafe { x86::avx512vnni::$function($($arg),*) },
-        }
-    };
 }
 
 impl Kernel for Llamafile {
     fn tier(self) -> Tier {
-        match self.0 {
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => Tier::Avx2,
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => Tier::Avx512,
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Vnni => Tier::Avx512Vnni,
-        }
+        self.0.tier()
     }
 
     fn accepts(self, format: Format, _rows: usize, _cols: usize) -> Result<(InputLayout, &'static str), Unsupported> {
-        match (format, self.tier() == Tier::Avx512Vnni) {
-            (Format::Q8_0 | Format::Q4_0 | Format::Q5_0 | Format::Q4K | Format::Q6K, true) => {
-                Ok((INPUTS, "GGUF blocks in place, VNNI"))
+        // Without VNNI, products of codes of 8 bits subtract the zero point themselves; see `Isa::WIDE_OFFSET`.
+        let vnni = !matches!(self.tier(), Tier::Avx2 | Tier::Avx512);
+        let wide = Sums::Times(if vnni { -128 } else { 0 });
+        let (group, sums) = match format {
+            Format::Q8_0 | Format::Iq4Nl | Format::Iq4Xs => (32, wide),
+            Format::Q4_0 => (32, Sums::Times(-8)),
+            Format::Q5_0 => (32, Sums::Times(-16)),
+            Format::Mxfp4Ggml => (32, Sums::Times(-E2M1_ZERO)),
+            Format::Tq1_0 | Format::Tq2_0 => (32, Sums::Times(-1)),
+            Format::Q3K => (16, Sums::Times(-4)),
+            Format::Q6K => (16, Sums::Times(-32)),
+            Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K => (32, Sums::Scaled),
+            Format::Q2K => (16, Sums::Scaled),
+            Format::Iq1S | Format::Iq2Xxs | Format::Iq3Xxs | Format::Iq3S => (32, wide),
+            Format::Iq1M | Format::Iq2Xs | Format::Iq2S => (16, wide),
+            _ => {
+                return Err(Unsupported::new(format!(
+                    "{format} is no GGUF block format, and this backend runs no others"
+                )));
             }
-            (Format::Q8_0 | Format::Q4_0 | Format::Q5_0 | Format::Q4K | Format::Q6K, false) => {
-                Ok((INPUTS, "GGUF blocks in place, byte multiply-add"))
-            }
-            _ if ggml::block(format).is_some() => {
-                Err(Unsupported::new(format!("{format} is not native yet; runs on the portable kernel")))
-            }
-            _ => Err(Unsupported::new(format!(
-                "{format} is not a GGUF block format; this backend runs Q8_0, Q4_0, Q5_0, Q4_K and Q6_K"
-            ))),
-        }
+        };
+        let how =
+            if vnni { "VNNI, blocks repacked by 16 outputs" } else { "vpmaddubsw, blocks repacked by 16 outputs" };
+        Ok((InputLayout::Int8 { group, sums }, how))
     }
 
-    fn packed_bytes(self, _format: Format, _rows: usize, _cols: usize) -> Option<usize> {
-        None
+    fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize> {
+        (!in_place(format)).then(|| rows.div_ceil(PANEL) * packed_layout(format, cols).panel_bytes)
     }
 
-    /// Not called: all weights are used in place, so there is nothing to write.
-    fn pack(self, _matrix: &Matrix, _out: &mut [u8]) {}
+    fn pack(self, matrix: &Matrix, out: &mut [u8]) {
+        layout::pack(matrix, out);
+    }
 
-    #[allow(unused_variables)] // where there is no instruction set there is no value of this type either
     fn pack_input(self, layout: InputLayout, x: &[f32], out: &mut [u8]) {
-        dispatch!(self.0, pack_input(layout, x, out))
+        self.0.pack_input(layout, x, out);
     }
 
-    #[allow(unused_variables)] // as above
     fn activate(self, rule: Activation, gate: &mut [f32], up: &[f32]) {
-        dispatch!(self.0, activate(rule, gate, up))
+        self.0.activate(rule, gate, up);
     }
 
-    /// Bit-identical on every tier, for any number of rows and any cut of the outputs.
-    ///
-    /// # Panics
-    /// When shapes, formats or the input layout do not belong together: a caller's error.
+    fn add(self, weight: f32, y: &[f32], out: &mut [f32]) {
+        self.0.add(weight, y, out);
+    }
+
     fn product(
         self,
-        Outputs { of: w, range: outputs, .. }: Outputs<'_>,
-        x: Inputs<'_>,
+        outputs: Outputs<'_>,
+        inputs: Inputs<'_>,
         rows: Range<usize>,
         out: &mut [f32],
         scratch: &mut Scratch,
     ) {
-        let matrix = w.matrix().expect("this kernel uses weights in place and packs none");
-        assert!(outputs.start <= outputs.end && outputs.end <= matrix.rows(), "outputs {outputs:?} out of range");
-        assert!(x.layout() == INPUTS && x.cols() == matrix.cols(), "input rows of another layout or width");
-        assert_eq!(out.len(), rows.len() * outputs.len(), "output of another shape");
-        assert!(rows.end <= x.rows(), "rows {rows:?} out of range");
-        let _ = &scratch; // used by every instruction set there is
-        dispatch!(self.0, product(matrix, outputs, x, rows, out, &mut scratch.panel))
+        self.0.run(OfBlocks(Product { outputs, inputs, rows, out, scratch }));
+    }
+}
+
+/// Whether blocks are used as the file has them.
+fn in_place(format: Format) -> bool {
+    matches!(
+        format,
+        Format::Iq1S | Format::Iq1M | Format::Iq2Xxs | Format::Iq2Xs | Format::Iq2S | Format::Iq3Xxs | Format::Iq3S
+    )
+}
+
+/// A product of blocks.
+struct OfBlocks<'a>(Product<'a>);
+
+impl Job for OfBlocks<'_> {
+    fn go<I: Isa>(self, isa: I) {
+        let (p, isa) = (self.0, isa.for_int8());
+        match p.outputs.of.format() {
+            Format::Q8_0 => p.on::<_, Ints<Bytes<0>, Half<false>, 32, 32>>(isa, packed_layout),
+            Format::Q4_0 => p.on::<_, Ints<Nibbles, Half<false>, 32, 32>>(isa, packed_layout),
+            Format::Q4_1 => p.on::<_, Ints<Nibbles, Half<true>, 32, 32>>(isa, packed_layout),
+            Format::Q5_0 => p.on::<_, Ints<FiveBits, Half<false>, 32, 32>>(isa, packed_layout),
+            Format::Q5_1 => p.on::<_, Ints<FiveBits, Half<true>, 32, 32>>(isa, packed_layout),
+            Format::Iq4Nl => p.on::<_, Ints<Iq4, Half<false>, 32, 32>>(isa, packed_layout),
+            Format::Mxfp4Ggml => p.on::<_, Ints<E2m1, HalfPower, 32, 32>>(isa, packed_layout),
+            Format::Q2K => p.on::<_, Ints<TwoBits, NibblesWithMinima, 16, 16>>(isa, packed_layout),
+            Format::Q3K => p.on::<_, Ints<ThreeBits, Signed, 16, 16>>(isa, packed_layout),
+            Format::Q4K => p.on::<_, Ints<Nibbles, WithMinima, 32, 32>>(isa, packed_layout),
+            Format::Q5K => p.on::<_, Ints<FiveBits, WithMinima, 32, 32>>(isa, packed_layout),
+            Format::Q6K => p.on::<_, Ints<SixBits, Signed, 16, 16>>(isa, packed_layout),
+            Format::Iq4Xs => p.on::<_, Ints<Iq4, Signed, 32, 32>>(isa, packed_layout),
+            Format::Tq1_0 | Format::Tq2_0 => p.on::<_, Ints<TwoBits, Half<false>, 32, 128>>(isa, packed_layout),
+            Format::Iq1S => p.decoded::<_, Iq1S, 32>(isa),
+            Format::Iq1M => p.decoded::<_, Iq1M, 16>(isa),
+            Format::Iq2Xxs => p.decoded::<_, Iq2Xxs, 32>(isa),
+            Format::Iq2Xs => p.decoded::<_, Iq2Xs, 16>(isa),
+            Format::Iq2S => p.decoded::<_, Iq2S, 16>(isa),
+            Format::Iq3Xxs => p.decoded::<_, Iq3Xxs, 32>(isa),
+            Format::Iq3S => p.decoded::<_, Iq3S, 32>(isa),
+            other => unreachable!("{other} was never accepted"),
+        }
     }
 }

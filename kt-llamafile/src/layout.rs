@@ -38,14 +38,13 @@
 //! is rounded. What pads outputs and columns is zero in every part, which adds nothing to a product: scales and minima are
 //! zero, or (MXFP4) the value of code zero is.
 
+use kt_avx512::engine;
+use kt_avx512::engine::LINE;
+pub(crate) use kt_avx512::engine::PANEL;
 use kt_core::cpu::input::BLOCK;
 use kt_core::format::ggml;
 use kt_core::{Format, Matrix};
 
-/// Outputs of a panel.
-pub(crate) const PANEL: usize = 16;
-/// What parts of a panel are padded to.
-const LINE: usize = 64;
 /// Columns that are packed at a time: a block of the K types, two of a panel.
 const TILE: usize = ggml::K_COLS;
 /// Bytes of one bit of each code of a block.
@@ -112,6 +111,21 @@ impl Layout {
     pub fn panel_bytes(&self) -> usize {
         let supers = (self.blocks * BLOCK).div_ceil(TILE);
         self.supers_at + (supers * self.super_record).next_multiple_of(LINE)
+    }
+}
+
+/// A [`Layout`] as the products read it.
+pub(crate) fn packed_layout(format: Format, cols: usize) -> engine::Layout {
+    let of = Layout::new(format, cols);
+    engine::Layout {
+        blocks: of.blocks,
+        planes: of.planes,
+        outputs_at: of.groups_at,
+        groups_at: of.groups_at,
+        group: Some(of.group),
+        record: of.record,
+        supers_at: of.supers_at,
+        panel_bytes: of.panel_bytes(),
     }
 }
 

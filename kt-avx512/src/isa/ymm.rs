@@ -112,6 +112,67 @@ macro_rules! common {
         }
 
         #[inline(always)]
+        unsafe fn load_i8(self, p: *const u8) -> Int {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX2.
+            unsafe {
+                [
+                    _mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())),
+                    _mm256_cvtepi8_epi32(_mm_loadl_epi64(p.add(8).cast())),
+                ]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_bit_pairs(self, p: *const u8) -> [Int; 2] {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX2.
+            unsafe {
+                let bits = _mm256_loadu_si256(p.cast());
+                let two = _mm256_set1_epi8(3);
+                [
+                    [_mm256_and_si256(bits, two), _mm256_and_si256(_mm256_srli_epi16::<2>(bits), two)],
+                    [
+                        _mm256_and_si256(_mm256_srli_epi16::<4>(bits), two),
+                        _mm256_and_si256(_mm256_srli_epi16::<6>(bits), two),
+                    ],
+                ]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn with_bit_pairs(self, v: [Int; 2], p: *const u8) -> [Int; 2] {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX2.
+            unsafe {
+                let bits = _mm256_loadu_si256(p.cast());
+                let places = _mm256_set1_epi8(0x30);
+                // To bits 4 and 5, from 0, 2, 4 and 6.
+                let a = [_mm256_slli_epi16::<4>(bits), _mm256_slli_epi16::<2>(bits)];
+                let b = [bits, _mm256_srli_epi16::<2>(bits)];
+                [
+                    each!(h => _mm256_or_si256(v[0][h], _mm256_and_si256(a[h], places))),
+                    each!(h => _mm256_or_si256(v[1][h], _mm256_and_si256(b[h], places))),
+                ]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn with_bits<const V: i8>(self, v: Int, p: *const u8) -> Int {
+            // SAFETY: readable by the caller's promise.
+            let bits = [unsafe { p.cast::<i32>().read_unaligned() }, unsafe { p.cast::<i32>().add(1).read_unaligned() }];
+            // SAFETY: `self` proves AVX2; registers only.
+            unsafe {
+                // Byte `j` gets the byte that holds its bit, then that bit alone.
+                let (lane_0, lane_1) = (0x0101_0101_0101_0101, 0x0303_0303_0303_0303);
+                let spread = _mm256_set_epi64x(lane_1, lane_1 - 0x0101_0101_0101_0101, lane_0, 0);
+                let places = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64 as i64);
+                each!(h => {
+                    let bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(bits[h]), spread);
+                    let set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
+                    _mm256_or_si256(v[h], _mm256_and_si256(set, _mm256_set1_epi8(V)))
+                })
+            }
+        }
+
+        #[inline(always)]
         unsafe fn load_i16(self, p: *const u8) -> Int {
             // SAFETY: readable by the caller's promise, and `self` proves AVX2.
             unsafe {

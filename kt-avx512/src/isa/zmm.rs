@@ -27,6 +27,11 @@ fn first(n: usize) -> u16 {
     if n >= 16 { 0xffff } else { (1 << n) - 1 }
 }
 
+/// Counts of shifts in four words.
+const TWO: i64 = 0x0002_0002_0002_0002;
+const FOUR: i64 = 2 * TWO;
+const SIX: i64 = 3 * TWO;
+
 /// What all tiers have in common.
 macro_rules! common {
     () => {
@@ -70,6 +75,49 @@ macro_rules! common {
         unsafe fn load_u8(self, p: *const u8) -> __m512i {
             // SAFETY: readable by the caller's promise, and `self` proves AVX-512 F.
             unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_i8(self, p: *const u8) -> __m512i {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX-512 F.
+            unsafe { _mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_bit_pairs(self, p: *const u8) -> [__m512i; 2] {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX-512 F and BW.
+            unsafe {
+                let bits = _mm512_broadcast_i64x4(_mm256_loadu_si256(p.cast()));
+                let two = _mm512_set1_epi8(3);
+                let (a, b) = (
+                    _mm512_srlv_epi16(bits, _mm512_set_epi64(TWO, TWO, TWO, TWO, 0, 0, 0, 0)),
+                    _mm512_srlv_epi16(bits, _mm512_set_epi64(SIX, SIX, SIX, SIX, FOUR, FOUR, FOUR, FOUR)),
+                );
+                [_mm512_and_si512(a, two), _mm512_and_si512(b, two)]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn with_bit_pairs(self, v: [__m512i; 2], p: *const u8) -> [__m512i; 2] {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX-512 F.
+            unsafe {
+                let bits = _mm512_broadcast_i64x4(_mm256_loadu_si256(p.cast()));
+                let places = _mm512_set1_epi8(0x30);
+                // Rotated to bits 4 and 5, from 0, 2, 4 and 6.
+                let a = _mm512_rolv_epi32(bits, _mm512_set_epi32(2, 2, 2, 2, 2, 2, 2, 2, 4, 4, 4, 4, 4, 4, 4, 4));
+                let b =
+                    _mm512_rolv_epi32(bits, _mm512_set_epi32(30, 30, 30, 30, 30, 30, 30, 30, 0, 0, 0, 0, 0, 0, 0, 0));
+                // 0xf8 = v | (a & places).
+                [_mm512_ternarylogic_epi32::<0xf8>(v[0], a, places), _mm512_ternarylogic_epi32::<0xf8>(v[1], b, places)]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn with_bits<const V: i8>(self, v: __m512i, p: *const u8) -> __m512i {
+            // SAFETY: readable by the caller's promise.
+            let bits = unsafe { p.cast::<u64>().read_unaligned() };
+            // SAFETY: `self` proves AVX-512 BW.
+            unsafe { _mm512_mask_add_epi8(v, bits, v, _mm512_set1_epi8(V)) }
         }
 
         #[inline(always)]

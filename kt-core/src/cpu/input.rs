@@ -19,15 +19,36 @@ pub enum InputLayout {
     F32,
     /// 128 BF16, rounded to nearest even.
     Bf16,
-    /// 128 signed codes in -127..=127; then one F32 scale per `group` columns; then an I32 for each group: `times` the sum of its codes.
+    /// 128 signed codes in -127..=127; then one F32 scale per `group` columns; then a number for each group, made of the sum of its
+    /// codes.
     ///
     /// `x = scale * code`, the scale being the best of four. A group with a NaN or an infinity has a NaN scale and zero codes; an all-zero group has scale 0.
     Int8 {
         /// Columns per scale: 16, 32 or 128.
         group: usize,
-        /// Minus the zero point of weights whose products start from the sums, or 1.
-        times: i32,
+        /// What is kept of the sum of the codes.
+        sums: Sums,
     },
+}
+
+/// What [`InputLayout::Int8`] keeps of the sum of a group's codes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Sums {
+    /// So many times the sum, as I32: minus the zero point of the weights, so that products start from it; or 1.
+    Times(i32),
+    /// The sum times the scale, as F32: for weights with minima.
+    Scaled,
+}
+
+impl Sums {
+    /// The four bytes for a group.
+    #[inline(always)]
+    pub fn bytes(self, sum: i32, scale: f32) -> [u8; 4] {
+        match self {
+            Sums::Times(times) => (sum * times).to_le_bytes(),
+            Sums::Scaled => (scale * sum as f32).to_le_bytes(),
+        }
+    }
 }
 
 impl InputLayout {
@@ -73,15 +94,15 @@ pub fn pack_block(layout: InputLayout, x: &[f32], out: &mut [u8]) {
                 o.copy_from_slice(&f32_to_bf16(v).to_le_bytes());
             }
         }
-        InputLayout::Int8 { group, times } => {
+        InputLayout::Int8 { group, sums } => {
             let (codes, rest) = out.split_at_mut(BLOCK);
-            let (scales, sums) = rest.split_at_mut(BLOCK / group * 4);
+            let (scales, kept) = rest.split_at_mut(BLOCK / group * 4);
             for (g, x) in full.chunks_exact(group).enumerate() {
                 let codes = &mut codes[g * group..][..group];
                 let scale = round_group(x, codes);
                 let sum: i32 = codes.iter().map(|&c| i32::from(c as i8)).sum();
                 scales[g * 4..][..4].copy_from_slice(&scale.to_le_bytes());
-                sums[g * 4..][..4].copy_from_slice(&(sum * times).to_le_bytes());
+                kept[g * 4..][..4].copy_from_slice(&sums.bytes(sum, scale));
             }
         }
     }
@@ -224,7 +245,7 @@ mod tests {
     fn int8_blocks_round_to_nearest_and_pad_with_zeros() {
         let x: Vec<f32> = (0..100).map(|i| (i as f32 - 50.0) * 0.37).collect();
         for (group, times) in [(32, 1), (16, -8), (128, -128)] {
-            let layout = InputLayout::Int8 { group, times };
+            let layout = InputLayout::Int8 { group, sums: Sums::Times(times) };
             let mut out = vec![0xaa; layout.block_bytes()];
             pack_block(layout, &x, &mut out);
             let groups = BLOCK / group;
@@ -249,14 +270,14 @@ mod tests {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut x = [1.0f32; BLOCK];
             x[40] = bad;
-            let layout = InputLayout::Int8 { group: 32, times: 1 };
+            let layout = InputLayout::Int8 { group: 32, sums: Sums::Times(1) };
             let mut out = vec![0; layout.block_bytes()];
             pack_block(layout, &x, &mut out);
             let scale = |g: usize| f32::from_le_bytes(out[BLOCK + g * 4..][..4].try_into().unwrap());
             assert!(scale(1).is_nan() && scale(0) == scale(2) && scale(0) > 0.0);
         }
-        let mut out = vec![1; InputLayout::Int8 { group: 32, times: 1 }.block_bytes()];
-        pack_block(InputLayout::Int8 { group: 32, times: 1 }, &[0.0; 128], &mut out);
+        let mut out = vec![1; InputLayout::Int8 { group: 32, sums: Sums::Times(1) }.block_bytes()];
+        pack_block(InputLayout::Int8 { group: 32, sums: Sums::Times(1) }, &[0.0; 128], &mut out);
         assert!(out.iter().all(|&b| b == 0));
     }
 }
