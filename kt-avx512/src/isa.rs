@@ -270,10 +270,10 @@ const FP8_UP: f32 = f32::from_bits((127 + 40) << 23);
 /// See [`Isa::pair_up`].
 const PAIR_UP: f32 = f32::from_bits((127 + 80) << 23);
 
-/// BF16 bits of an E4M3 code, over `up`; each is exact, subnormal codes being normal BF16 numbers. A NaN code is NaN if `up` is 1; else
-/// it goes on the way the others do, as [`Isa::fp8_shifted`] has it.
+/// BF16 bits of an E4M3 code, over `up`; each is exact, subnormal codes being normal BF16 numbers. A NaN code goes on the
+/// way the others do, as [`Isa::fp8_shifted`] has it: NaN comes from one place only, the scale, so that its bits are always the same.
 const fn fp8_bits(code: usize, up: f32) -> u16 {
-    let value = if up != 1.0 && code % 128 == 127 { 480.0 } else { E4M3[code] };
+    let value = if code % 128 == 127 { 480.0 } else { E4M3[code] };
     ((value / up).to_bits() >> 16) as u16
 }
 

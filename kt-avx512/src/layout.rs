@@ -20,7 +20,7 @@
 //! k 2..4, because interleaving low and high bytes of BF16 numbers works within halves of a lane. E2M1 codes stand for halves, so
 //! that twice their values are integers; the F32 scale of an output takes the factor back.
 //!
-//! NaN codes of FP8 and MXFP8 (0x7f, 0xff) are finite in some of the ways in which codes become BF16. So packing makes the scale of what
+//! NaN codes of FP8 and MXFP8 (0x7f, 0xff) are finite (480) once they are BF16. So packing makes the scale of what
 //! they are in NaN: of the output, of the output's 32 columns, or of the 128 columns of the panel. An output whose weights contain a NaN
 //! is NaN for every input; with blocks of 128x128, so are the others of its panel.
 //!
