@@ -11,6 +11,8 @@ mod zmm;
 
 use std::arch::x86_64::*;
 
+use kt_core::format::fp8::E4M3;
+
 pub(crate) use ymm::{Avx2, AvxVnni};
 pub(crate) use zmm::{Bf16, Plain, Vnni};
 
@@ -47,6 +49,8 @@ pub unsafe trait Isa: Copy {
     const INPUT_BYTES: usize;
     /// What [`Isa::wide`] subtracts from the codes.
     const WIDE_OFFSET: i32;
+    /// What products of [`Isa::fp8_to_bf16`] are to be multiplied with: 2^40 with F32 inputs, else 1.
+    const FP8_UP: f32;
 
     /// Does a job with the instructions enabled.
     fn run<J: Job>(self, job: J);
@@ -154,7 +158,7 @@ pub unsafe trait Isa: Copy {
     fn and(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// Adds the products of the signed words of each dword.
     fn madd(self, a: Self::Int, b: Self::Int) -> Self::Int;
-    /// E8M0 exponents in dwords, none 255, as F32.
+    /// E8M0 exponents in dwords as F32; 255 is infinite.
     fn exp2(self, v: Self::Int) -> Self::Flt;
     /// Low and high nibbles, each in a byte of its own.
     fn nibbles(self, v: Self::Int) -> [Self::Int; 2];
@@ -202,9 +206,16 @@ pub unsafe trait Isa: Copy {
 
     /// See [`Isa::Fp8Table`].
     fn fp8_table(self) -> Self::Fp8Table;
-    /// 64 E4M3 codes as BF16, exactly; NaN codes give NaN. In each 128-bit lane the first 8 codes go to the first result, the
-    /// others to the second.
+    /// 64 E4M3 codes as BF16, over [`Isa::FP8_UP`], exactly; what packing makes of NaN codes is in `layout.rs`. In each 128-bit lane
+    /// the first 8 codes go to the first result, the others to the second.
     fn fp8_to_bf16(self, table: Self::Fp8Table, codes: Self::Int) -> [Self::Int; 2];
+    /// The same in fewer instructions, but 2^80 times smaller with F32 inputs: there the bits of a code are moved to where BF16 has
+    /// them, which changes the bias of the exponent and nothing else. Subnormal codes become subnormal numbers.
+    fn fp8_shifted(self, codes: Self::Int) -> [Self::Int; 2];
+    /// Inputs times what [`Isa::fp8_shifted`] lacks. Those beyond 2^47 become infinite.
+    fn pair_up(self, x: Self::Pair) -> Self::Pair;
+    /// [`Isa::dot_bf16`] of weights times what [`Isa::fp8_shifted`] lacks.
+    fn dot_up(self, acc: Self::Flt, w: Self::Int, x: Self::Pair) -> Self::Flt;
 }
 
 /// Hints that the line at `p` will be read soon, and once; any address will do.
@@ -271,6 +282,19 @@ unsafe fn largest8(v: __m256i) -> u32 {
         let v = _mm_max_epu32(v, _mm_unpackhi_epi64(v, v));
         _mm_cvtsi128_si32(_mm_max_epu32(v, _mm_shuffle_epi32::<1>(v))) as u32
     }
+}
+
+/// See [`Isa::FP8_UP`].
+const FP8_UP: f32 = f32::from_bits((127 + 40) << 23);
+
+/// See [`Isa::pair_up`].
+const PAIR_UP: f32 = f32::from_bits((127 + 80) << 23);
+
+/// BF16 bits of an E4M3 code, over `up`; each is exact, subnormal codes being normal BF16 numbers. A NaN code goes on the
+/// way the others do, as [`Isa::fp8_shifted`] has it: NaN comes from one place only, the scale, so that its bits are always the same.
+const fn fp8_bits(code: usize, up: f32) -> u16 {
+    let value = if code % 128 == 127 { 480.0 } else { E4M3[code] };
+    ((value / up).to_bits() >> 16) as u16
 }
 
 /// A value per tier, which proves its instructions.

@@ -90,10 +90,8 @@ impl Kernel for Avx {
             Format::F32 => Ok((InputLayout::F32, "F32 products, packed 16 x 1")),
             Format::F16 => Ok((InputLayout::F32, "F32 products of widened weights, packed 2 x 16")),
             Format::Bf16 => Ok((bf16, how!(self, bf16, "packed 16 x 2"))),
-            Format::Fp8Block | Format::Fp8Channel => {
-                Ok((bf16, how!(self, bf16, "E4M3 codes packed 16 x 4, to BF16 by tables")))
-            }
-            Format::Mxfp8 => Ok((bf16, how!(self, bf16, "E4M3 codes packed 16 x 4, to BF16 by tables, E8M0 scales"))),
+            Format::Fp8Block | Format::Fp8Channel => Ok((bf16, how!(self, bf16, "E4M3 codes packed 16 x 4"))),
+            Format::Mxfp8 => Ok((bf16, how!(self, bf16, "E4M3 codes packed 16 x 4, E8M0 scales"))),
             Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) => {
                 int8(BLOCK, wide, how!(self, int8, "unsigned codes packed 16 x 4"))
             }

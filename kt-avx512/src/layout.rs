@@ -20,6 +20,10 @@
 //! k 2..4, because interleaving low and high bytes of BF16 numbers works within halves of a lane. E2M1 codes stand for halves, so
 //! that twice their values are integers; the F32 scale of an output takes the factor back.
 //!
+//! NaN codes of FP8 and MXFP8 (0x7f, 0xff) are finite (480) once they are BF16. So packing makes the scale of what
+//! they are in NaN: of the output, of the output's 32 columns, or of the 128 columns of the panel. An output whose weights contain a NaN
+//! is NaN for every input; with blocks of 128x128, so are the others of its panel.
+//!
 //! Weights are stored unsigned since `vpdpbusd` wants one unsigned operand; inputs are signed. The zero point is subtracted by
 //! starting each sum at minus zero point times the sum of the input codes.
 //!
@@ -177,14 +181,24 @@ fn pack_scales(matrix: &Matrix, layout: Layout, first: usize, outputs: usize, ou
     let Some(scales) = matrix.scales() else { return };
     let mut put = |i: usize, v: f32| out[i * 4..][..4].copy_from_slice(&v.to_le_bytes());
     let format = matrix.format();
+    // Whether there are NaN codes among columns `group` of some that share a scale.
+    let nan = |o: usize, group: usize, of: usize| {
+        let codes = matrix.row(first + o);
+        has_nan(&codes[(group * of).min(codes.len())..((group + 1) * of).min(codes.len())])
+    };
     let base: Vec<f32> = match format {
         Format::Fp8Block => {
             // 16 divides 128: all outputs of a panel are in one row of tiles.
             for tile in 0..scales.cols() {
-                put(tile, scales.get(first / kt_core::format::fp8::TILE, tile));
+                let poisoned = (0..outputs).any(|o| nan(o, tile, BLOCK));
+                let scale = scales.get(first / kt_core::format::fp8::TILE, tile);
+                put(tile, if poisoned { f32::NAN } else { scale });
             }
             return;
         }
+        Format::Fp8Channel => (0..outputs)
+            .map(|o| if nan(o, 0, matrix.cols()) { f32::NAN } else { base_scale(scales, first + o) })
+            .collect(),
         Format::Mxfp8 => Vec::new(),
         // Codes are twice the values.
         Format::Mxfp4 => vec![0.5; outputs],
@@ -201,6 +215,7 @@ fn pack_scales(matrix: &Matrix, layout: Layout, first: usize, outputs: usize, ou
     {
         for o in 0..outputs {
             match format {
+                Format::Mxfp8 if nan(o, g, mx::COLS) => out[o] = 255,
                 Format::Mxfp4 | Format::Mxfp8 | Format::Nvfp4 => out[o] = scales.byte(first + o, g),
                 _ => {
                     let relative = if scales.cols() == 1 { 1.0 } else { scales.get(first + o, g) / base[o] };
@@ -217,6 +232,12 @@ fn pack_scales(matrix: &Matrix, layout: Layout, first: usize, outputs: usize, ou
             }
         }
     }
+}
+
+/// Whether there is a NaN among E4M3 codes.
+fn has_nan(codes: &[u8]) -> bool {
+    // No early exit, so that it vectorizes.
+    codes.iter().fold(false, |nan, &c| nan | (c & 0x7f == 0x7f))
 }
 
 /// What an output's group scales are relative to: its only scale, or a power of two that brings the largest to 2^14..2^15.

@@ -342,10 +342,11 @@ fn extreme_codes_do_not_saturate() {
 fn every_fp8_code_is_exact() {
     for kernel in kernels() {
         for format in [Format::Fp8Channel, Format::Fp8Block] {
-            // Column 2k + (o % 2) of output o holds code o / 2 + ... : each code meets an input of 1, all others inputs of 0.
+            // Output o has its number as the code of one column, and zeros. NaN codes have a test of their own.
             let (rows, cols) = (256, 8);
+            let code = |o: usize| if o % 128 == 127 { 0 } else { o as u8 };
             let codes: Vec<u8> =
-                (0..rows * cols).map(|i| if i % cols == (i / cols) % cols { (i / cols) as u8 } else { 0 }).collect();
+                (0..rows * cols).map(|i| if i % cols == (i / cols) % cols { code(i / cols) } else { 0 }).collect();
             let (r, c) = format.scale_shape(rows, cols).unwrap();
             let scales: Vec<u8> = (0..r * c).flat_map(|_| 1f32.to_le_bytes()).collect();
             let matrix = Matrix::new(format, rows, cols, codes.into(), Some((scales.into(), ScaleType::F32))).unwrap();
@@ -356,13 +357,77 @@ fn every_fp8_code_is_exact() {
                 let pick: Vec<u32> = (0..n).collect();
                 let got = product(kernel, &w, 0..rows, &x, &pick);
                 for (i, v) in got.iter().enumerate() {
-                    let want = E4M3[i % rows];
-                    assert!(
-                        *v == want || (v.is_nan() && want.is_nan()),
-                        "{} {format} {:#x}: {v}",
-                        kernel.tier(),
-                        i % rows
-                    );
+                    assert_eq!(*v, E4M3[code(i % rows) as usize], "{} {format} {:#x}", kernel.tier(), i % rows);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn nan_codes_make_their_output_nan_and_touch_no_other_panel() {
+    let (rows, cols) = (75, 300);
+    for kernel in kernels() {
+        for format in [Format::Fp8Block, Format::Fp8Channel, Format::Mxfp8] {
+            let (layout, _) = kernel.accepts(format, rows, cols).expect("accepted");
+            let x = Rows::new(kernel, layout, &random_inputs(13, cols, 69), cols);
+            let all: Vec<u32> = (0..13).collect();
+            let Some(matrix) = random_matrix(format, rows, cols, ScaleType::Bf16, 67) else { continue };
+            let without = product(kernel, &pack(kernel, &matrix), 0..rows, &x, &all);
+            for (output, column, nan) in [(0, 0, 0x7f), (17, 131, 0xff), (47, 299, 0x7f), (74, 97, 0xff)] {
+                let mut codes: Vec<u8> = (0..rows).flat_map(|o| matrix.row(o).to_vec()).collect();
+                codes[output * cols + column] = nan;
+                let scales = matrix.scales().expect("scales");
+                let scales = Some((scales.bytes().to_vec().into(), scales.kind()));
+                let w = pack(kernel, &Matrix::new(format, rows, cols, codes.into(), scales).expect("a matrix"));
+                let got = product(kernel, &w, 0..rows, &x, &all);
+                for (i, (got, without)) in got.iter().zip(&without).enumerate() {
+                    let o = i % rows;
+                    if o == output {
+                        assert!(got.is_nan(), "{} {format} {output}, {column}: {got}", kernel.tier());
+                    } else if format == Format::Fp8Block && o / PANEL == output / PANEL {
+                        assert!(got.is_nan(), "{} {format} {output}, {column}: {got} in output {o}", kernel.tier());
+                    } else {
+                        assert_eq!(got.to_bits(), without.to_bits(), "{} {format} {output}: {o}", kernel.tier());
+                    }
+                }
+                for n in 1..13 {
+                    let few = product(kernel, &w, 0..rows, &x, &all[..n]);
+                    assert_eq!(bits(&few), bits(&got[..n * rows]), "{} {format}: {n} rows", kernel.tier());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn inputs_of_any_size_give_the_same_in_any_batch() {
+    // Some products multiply inputs by a power of two first.
+    let (rows, cols) = (75, 384);
+    for kernel in kernels() {
+        for format in [Format::Fp8Block, Format::Fp8Channel, Format::Mxfp8] {
+            let (layout, _) = kernel.accepts(format, rows, cols).expect("accepted");
+            let Some(matrix) = random_matrix(format, rows, cols, ScaleType::Bf16, 77) else { continue };
+            let w = pack(kernel, &matrix);
+            let mut x = random_inputs(13, cols, 79);
+            for (row, x) in x.chunks_exact_mut(cols).enumerate() {
+                let sizes = [0, 46, 47, 48, 80, 100, 110, -20, -60, -80, -100, -126, -140];
+                x.iter_mut().for_each(|x| *x = (*x as f64 * 2f64.powi(sizes[row])) as f32);
+            }
+            x[5] = 1e30;
+            x[cols * 2 - 1] = f32::INFINITY;
+            x[cols * 12 + 200] = f32::NAN;
+            let x = Rows::new(kernel, layout, &x, cols);
+            let all: Vec<u32> = (0..13).collect();
+            let want = product(kernel, &w, 0..rows, &x, &all);
+            for (row, want) in want.chunks_exact(rows).enumerate() {
+                assert_eq!(want.iter().all(|v| v.is_finite()), row != 1 && row != 12, "{} {format}", kernel.tier());
+            }
+            for n in 1..9 {
+                for start in 0..=13 - n {
+                    let got = product(kernel, &w, 0..rows, &x, &all[start..start + n]);
+                    let same = bits(&got) == bits(&want[start * rows..(start + n) * rows]);
+                    assert!(same, "{} {format}: {n} rows from {start}", kernel.tier());
                 }
             }
         }

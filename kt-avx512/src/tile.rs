@@ -144,12 +144,21 @@ impl Tile<'_> {
         total
     }
 
-    /// Writes the totals, at the end times the scales of outputs, if there are such.
+    /// Writes the totals, at the end times `up`, and times the scales of outputs, if there are such.
     #[inline(always)]
-    fn end<I: Isa, const R: usize, const P: usize>(self, isa: I, total: [[I::Flt; P]; R], output_scales: bool) {
+    fn end<I: Isa, const R: usize, const P: usize>(
+        self,
+        isa: I,
+        total: [[I::Flt; P]; R],
+        output_scales: bool,
+        up: f32,
+    ) {
         for p in 0..P {
             for (r, total) in total.iter().enumerate() {
                 let mut v = total[p];
+                if up != 1.0 && self.last {
+                    v = isa.mul(v, isa.splat_f32(up));
+                }
                 if output_scales && self.last {
                     let at = self.panel.as_ptr().wrapping_add(p * self.panel_stride + self.outputs_at);
                     // SAFETY: `check` saw the scales of P panels.
@@ -361,7 +370,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             }
             x = x.wrapping_add(t.input_stride);
         }
-        t.end(isa, total, S::OUTPUTS);
+        t.end(isa, total, S::OUTPUTS, 1.0);
     }
 }
 
@@ -377,7 +386,11 @@ pub(crate) mod scaled {
     pub(crate) const GROUPS: u8 = 3;
 }
 
-/// Floating-point weights x inputs of [`Isa::INPUT_BYTES`] (BF16 weights), or F32.
+/// Floating-point weights x inputs of [`Isa::INPUT_BYTES`] (BF16 weights), or F32. Those with scales are FP8.
+///
+/// With F32 inputs, FP8 lines that stream become operands by [`Isa::fp8_shifted`]. What these lack is multiplied with inputs or with
+/// weights, whichever are fewer. Sums are the same bit for bit, as are those of unpacked lines: of the same exact products over
+/// [`Isa::FP8_UP`]. But inputs beyond 2^47 become infinite, and so are the totals, or NaN: then weights are multiplied after all.
 pub(crate) struct FloatTile<'a, L, const SCALED: u8, const STREAM: bool, const R: usize, const P: usize> {
     pub tile: Tile<'a>,
     pub kind: PhantomData<L>,
@@ -388,7 +401,60 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
 {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
-        let t = self.tile;
+        // Registers: of inputs, one for each of 4 columns of a row; of weights, 4 or 8 for each panel.
+        if const { STREAM && SCALED != scaled::NO && I::FP8_UP != 1.0 && R < if I::LARGE { P } else { 2 * P } } {
+            let total = self.total::<I, true>(isa);
+            let mut beyond = isa.zero();
+            for total in &total {
+                for &v in total {
+                    beyond = isa.mul_add(v, isa.zero(), beyond);
+                }
+            }
+            if isa.largest(isa.as_int(isa.abs(beyond))) == 0 {
+                self.end(isa, total);
+            } else {
+                again(isa, WeightsUp(self));
+            }
+        } else {
+            let total = self.total::<I, false>(isa);
+            self.end(isa, total);
+        }
+    }
+}
+
+/// A tile whose inputs are left as they are.
+struct WeightsUp<T>(T);
+
+impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: usize> Job
+    for WeightsUp<FloatTile<'_, L, SCALED, STREAM, R, P>>
+{
+    #[inline(always)]
+    fn go<I: Isa>(self, isa: I) {
+        let total = self.0.total::<I, false>(isa);
+        self.0.end(isa, total);
+    }
+}
+
+/// Does what is seldom done out of line.
+#[cold]
+#[inline(never)]
+fn again<I: Isa, J: Job>(isa: I, job: J) {
+    isa.run(job);
+}
+
+impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: usize>
+    FloatTile<'_, L, SCALED, STREAM, R, P>
+{
+    #[inline(always)]
+    fn end<I: Isa>(self, isa: I, total: [[I::Flt; P]; R]) {
+        self.tile.end(isa, total, SCALED == scaled::OUTPUTS, if SCALED == scaled::NO { 1.0 } else { I::FP8_UP });
+    }
+
+    /// The totals; see [`FloatTile`] for `INPUTS_UP`.
+    #[inline(always)]
+    fn total<I: Isa, const INPUTS_UP: bool>(&self, isa: I) -> [[I::Flt; P]; R] {
+        let t = &self.tile;
+        let shifted = const { STREAM && SCALED != scaled::NO && I::FP8_UP != 1.0 && (R <= 4 || !I::LARGE) };
         let (number, per_operand) = if L::BF16 { (I::INPUT_BYTES, 2) } else { (4, 1) };
         let input_bytes = BLOCK * number;
         let block_bytes = [BLOCK / per_operand / L::OPERANDS * LINE, 0];
@@ -427,7 +493,9 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                             prefetch_once(at.wrapping_add(ahead));
                         }
                         // SAFETY: the next line of panel `p`, in bounds as said above.
-                        *w = unsafe { L::operands(isa, table, [at; 2]) };
+                        *w = unsafe {
+                            if shifted { isa.fp8_shifted(isa.load(at)) } else { L::operands(isa, table, [at; 2]) }
+                        };
                     }
                     line = line.wrapping_add(LINE);
                     for l in 0..L::OPERANDS {
@@ -437,8 +505,13 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                             if L::BF16 {
                                 // SAFETY: two inputs of row `r`, in bounds as said above.
                                 let x = unsafe { isa.load_pair(at) };
+                                let x = if INPUTS_UP { isa.pair_up(x) } else { x };
                                 for (sum, w) in sums.iter_mut().zip(&w) {
-                                    *sum = isa.dot_bf16(*sum, w[l], x);
+                                    *sum = if shifted && !INPUTS_UP {
+                                        isa.dot_up(*sum, w[l], x)
+                                    } else {
+                                        isa.dot_bf16(*sum, w[l], x)
+                                    };
                                 }
                             } else {
                                 // SAFETY: an input of row `r`, in bounds as said above.
@@ -454,9 +527,13 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                     for p in 0..P {
                         let at = scale.wrapping_add(p * t.panel_stride);
                         // SAFETY: the scales of this span of panel `p`, in bounds as said above.
-                        let scale = unsafe {
+                        let mut scale = unsafe {
                             if SCALED == scaled::TILES { isa.load_f32(at) } else { isa.exp2(isa.load_u8(at)) }
                         };
+                        if SCALED == scaled::GROUPS {
+                            // 255 is infinite so far: times 0 it is NaN.
+                            scale = isa.mul_add(scale, isa.zero(), scale);
+                        }
                         for r in 0..R {
                             total[r][p] = isa.mul_add(sums[r][p], scale, total[r][p]);
                         }
@@ -468,6 +545,6 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
             }
             x = x.wrapping_add(t.input_stride);
         }
-        t.end(isa, total, SCALED == scaled::OUTPUTS);
+        total
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kt_core::activation::Activation;
-use kt_core::cpu::input::{BLOCK, InputLayout};
+use kt_core::cpu::input::{BLOCK, InputLayout, Sums};
 use kt_core::cpu::kernel::Kernel;
 use kt_core::cpu::portable::Portable;
 use kt_core::testing::Random;

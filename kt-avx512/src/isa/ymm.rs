@@ -4,9 +4,7 @@
 
 use std::arch::x86_64::*;
 
-use kt_core::format::fp8::E4M3;
-
-use super::{Isa, largest8, least_sum8, ops, run_with, same_code, sum8, token};
+use super::{FP8_UP, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, ops, run_with, same_code, sum8, token};
 
 token!(
     /// AVX2, FMA, F16C.
@@ -65,6 +63,7 @@ macro_rules! common {
         type Pair = [__m256; 2];
         const LARGE: bool = false;
         const INPUT_BYTES: usize = 4;
+        const FP8_UP: f32 = FP8_UP;
 
         #[inline(always)]
         unsafe fn load(self, p: *const u8) -> Int {
@@ -291,6 +290,26 @@ macro_rules! common {
                 let [a, b] = each!(h => fp8_to_bf16(codes[h]));
                 [[a[0], b[0]], [a[1], b[1]]]
             }}
+            // A code in the high byte of a word, its sign copied down to bit 11 of the moved bits, and masked off but for bit 15.
+            fn fp8_shifted(self, codes: Int) -> [Int; 2] {{
+                let (zero, mask) = (_mm256_setzero_si256(), _mm256_set1_epi16(0x87f0_u16 as i16));
+                [
+                    each!(h => _mm256_and_si256(_mm256_srai_epi16::<4>(_mm256_unpacklo_epi8(zero, codes[h])), mask)),
+                    each!(h => _mm256_and_si256(_mm256_srai_epi16::<4>(_mm256_unpackhi_epi8(zero, codes[h])), mask)),
+                ]
+            }}
+            fn pair_up(self, x: [__m256; 2]) -> [__m256; 2] {{
+                let up = _mm256_set1_ps(PAIR_UP);
+                each!(h => _mm256_mul_ps(x[h], up))
+            }}
+            fn dot_up(self, acc: Flt, w: Int, x: [__m256; 2]) -> Flt {{
+                let (high, up) = (_mm256_set1_epi32(0xffff_0000_u32 as i32), _mm256_set1_ps(PAIR_UP));
+                each!(h => {
+                    let even = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(w[h])), up);
+                    let odd = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_and_si256(w[h], high)), up);
+                    _mm256_fmadd_ps(odd, x[1], _mm256_fmadd_ps(even, x[0], acc[h]))
+                })
+            }}
         }
     };
 }
@@ -351,20 +370,21 @@ static SMALL: [[u8; 16]; 2] = {
     let mut t = [[0; 16]; 2];
     let mut i = 0;
     while i < 16 {
-        let exact = (E4M3[i].to_bits() >> 16) as u16;
+        let exact = fp8_bits(i, FP8_UP);
         t[0][i] = exact as u8 ^ ((i as u8) << 4);
-        t[1][i] = (exact >> 8) as u8 ^ 0x3c;
+        t[1][i] = (exact >> 8) as u8 ^ HIGH[0];
         i += 1;
     }
     t
 };
 
-/// High bytes of BF16 numbers by the high nibble of a code: the sign, and the upper three exponent bits moved to the bias of BF16.
+/// High bytes of BF16 numbers by the high nibble of a code: the sign, and the upper three exponent bits moved to the bias of BF16, less
+/// the exponent of [`FP8_UP`].
 static HIGH: [u8; 16] = {
     let mut t = [0; 16];
     let mut i = 0;
     while i < 16 {
-        t[i] = (i as u8 & 8) << 4 | (0x3c + (i as u8 & 7));
+        t[i] = (i as u8 & 8) << 4 | (0x28 + (i as u8 & 7));
         i += 1;
     }
     t
@@ -380,7 +400,7 @@ unsafe fn table(bytes: &[u8; 16]) -> __m256i {
     unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes.as_ptr().cast())) }
 }
 
-/// 32 E4M3 codes as BF16, exactly; NaN codes give NaN. In each 128-bit lane the first 8 codes go to the first result, the others to
+/// 32 E4M3 codes as BF16, over [`FP8_UP`], exactly. In each 128-bit lane the first 8 codes go to the first result, the others to
 /// the second.
 ///
 /// # Safety
@@ -397,9 +417,6 @@ unsafe fn fp8_to_bf16(codes: __m256i) -> [__m256i; 2] {
         let top = _mm256_and_si256(_mm256_srli_epi16::<4>(codes), _mm256_set1_epi8(0x0f));
         let high =
             _mm256_xor_si256(_mm256_shuffle_epi8(table(&HIGH), top), _mm256_shuffle_epi8(table(&SMALL[1]), small));
-        // The mantissa of a NaN code is not zero, so that all ones in sign and exponent suffice.
-        let nan = _mm256_cmpeq_epi8(magnitude, _mm256_set1_epi8(0x7f));
-        let high = _mm256_or_si256(high, nan);
         [_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)]
     }
 }

@@ -4,9 +4,7 @@
 
 use std::arch::x86_64::*;
 
-use kt_core::format::fp8::E4M3;
-
-use super::{Isa, largest8, least_sum8, ops, run_with, same_code, sum8, token};
+use super::{FP8_UP, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, ops, run_with, same_code, sum8, token};
 
 token!(
     /// AVX-512 F, BW, VL, DQ.
@@ -251,6 +249,7 @@ macro_rules! widened_bf16 {
     () => {
         type Pair = [__m512; 2];
         const INPUT_BYTES: usize = 4;
+        const FP8_UP: f32 = FP8_UP;
 
         #[inline(always)]
         unsafe fn load_pair(self, p: *const u8) -> [__m512; 2] {
@@ -271,6 +270,25 @@ macro_rules! widened_bf16 {
                 let zero = _mm512_setzero_si512();
                 let [low, high] = [_mm512_unpacklo_epi8(codes, zero), _mm512_unpackhi_epi8(codes, zero)];
                 [fp8_words(table, low), fp8_words(table, high)]
+            }}
+            // A code in the high byte of a word, its sign copied down to bit 11 of the moved bits, and masked off but for bit 15.
+            fn fp8_shifted(self, codes: __m512i) -> [__m512i; 2] {{
+                let (zero, mask) = (_mm512_setzero_si512(), _mm512_set1_epi16(0x87f0_u16 as i16));
+                let [low, high] = [_mm512_unpacklo_epi8(zero, codes), _mm512_unpackhi_epi8(zero, codes)];
+                [
+                    _mm512_and_si512(_mm512_srai_epi16::<4>(low), mask),
+                    _mm512_and_si512(_mm512_srai_epi16::<4>(high), mask),
+                ]
+            }}
+            fn pair_up(self, x: [__m512; 2]) -> [__m512; 2] {{
+                let up = _mm512_set1_ps(PAIR_UP);
+                [_mm512_mul_ps(x[0], up), _mm512_mul_ps(x[1], up)]
+            }}
+            fn dot_up(self, acc: __m512, w: __m512i, x: [__m512; 2]) -> __m512 {{
+                let (high, up) = (_mm512_set1_epi32(0xffff_0000_u32 as i32), _mm512_set1_ps(PAIR_UP));
+                let even = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(w)), up);
+                let odd = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(w, high)), up);
+                _mm512_fmadd_ps(odd, x[1], _mm512_fmadd_ps(even, x[0], acc))
             }}
         }
 
@@ -317,6 +335,7 @@ unsafe impl Isa for Bf16 {
 
     type Pair = __m512i;
     const INPUT_BYTES: usize = 2;
+    const FP8_UP: f32 = 1.0;
 
     #[inline(always)]
     unsafe fn load_pair(self, p: *const u8) -> __m512i {
@@ -347,6 +366,10 @@ unsafe impl Isa for Bf16 {
             let high = _mm512_ternarylogic_epi32::<0xf8>(high, codes, _mm512_set1_epi8(-128));
             [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
         }}
+        // `vdpbf16ps` takes subnormal numbers for zero.
+        fn fp8_shifted(self, codes: __m512i) -> [__m512i; 2] { self.fp8_to_bf16(self.fp8_table(), codes) }
+        fn pair_up(self, x: __m512i) -> __m512i { x }
+        fn dot_up(self, acc: __m512, w: __m512i, x: __m512i) -> __m512 { self.dot_bf16(acc, w, x) }
     }
 }
 
@@ -367,29 +390,24 @@ unsafe fn fp8_words(table: [__m512i; 4], c: __m512i) -> __m512i {
     }
 }
 
-/// BF16 bits of the non-negative E4M3 codes; each is exact, subnormal codes being normal BF16 numbers.
-const fn fp8_magnitude(code: usize) -> u16 {
-    (E4M3[code].to_bits() >> 16) as u16
-}
-
-/// [`fp8_magnitude`] in four registers of words.
+/// [`fp8_bits`] of the non-negative codes, over [`FP8_UP`], in four registers of words.
 static FP8_WORDS: [[u16; 32]; 4] = {
     let mut t = [[0; 32]; 4];
     let mut i = 0;
     while i < 128 {
-        t[i / 32][i % 32] = fp8_magnitude(i);
+        t[i / 32][i % 32] = fp8_bits(i, FP8_UP);
         i += 1;
     }
     t
 };
 
-/// [`fp8_magnitude`] in registers of bytes: two of low bytes, two of high bytes.
+/// [`fp8_bits`] of the non-negative codes in registers of bytes: two of low bytes, two of high bytes.
 static FP8_BYTES: [[u8; 64]; 4] = {
     let mut t = [[0; 64]; 4];
     let mut i = 0;
     while i < 128 {
-        t[i / 64][i % 64] = fp8_magnitude(i) as u8;
-        t[2 + i / 64][i % 64] = (fp8_magnitude(i) >> 8) as u8;
+        t[i / 64][i % 64] = fp8_bits(i, 1.0) as u8;
+        t[2 + i / 64][i % 64] = (fp8_bits(i, 1.0) >> 8) as u8;
         i += 1;
     }
     t
