@@ -22,6 +22,29 @@ pub trait Job {
     fn go<I: Isa>(self, isa: I);
 }
 
+/// What a bit per column does to signed codes, before 128 is added to all of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Bits {
+    /// Nothing, and nothing is added: dwords of any kind.
+    Nothing,
+    /// Negates the code.
+    Negate,
+    /// Takes 2 away.
+    TwoLess,
+}
+
+/// A grid of `LEN` points of `COLS` columns, 4 or 8; `LEN` is a power of two from 256 up.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub struct Grid<const COLS: usize, const LEN: usize> {
+    /// The coordinates of points.
+    pub(crate) points: [[i8; COLS]; LEN],
+    /// The coordinates as digits: of two bits each if there are eight of them, else of four bits, those of columns 1 and 2 swapped.
+    pub(crate) digits: [u16; LEN],
+    /// What digits stand for.
+    pub(crate) values: [i8; 16],
+}
+
 /// An instruction set.
 ///
 /// # Safety
@@ -183,6 +206,16 @@ pub unsafe trait Isa: Copy {
     fn f16_halves(self, v: Self::Int) -> [Self::Flt; 2];
     /// The bits, as a line.
     fn as_int(self, v: Self::Flt) -> Self::Int;
+
+    /// Writes the coordinates of points, as many as make 256 columns; their places are taken modulo the length of the grid.
+    fn look_up<const COLS: usize, const LEN: usize>(
+        self,
+        grid: &Grid<COLS, LEN>,
+        points: &[u16; 64],
+        codes: &mut [[u8; 64]; 4],
+    );
+    /// Transposes 16 x 16 dwords, after bits have done to the bytes of each row what they do.
+    fn transpose(self, rows: [&[u8; 64]; 16], how: Bits, bits: [[u8; 8]; 16], lines: &mut [[u8; 64]; 16]);
 
     /// Codes of up to 8 bits as operands of [`Isa::dot_wide`].
     fn wide(self, w: Self::Int) -> Self::Wide;

@@ -7,6 +7,8 @@
 //! says what limits them. On other architectures than x86-64 the crate has no backend.
 
 #[cfg(target_arch = "x86_64")]
+mod blocks;
+#[cfg(target_arch = "x86_64")]
 mod inputs;
 #[cfg(target_arch = "x86_64")]
 mod isa;
@@ -44,10 +46,11 @@ pub use kernel::Avx;
 /// [`Job`]: engine::Job
 #[cfg(target_arch = "x86_64")]
 pub mod engine {
-    pub use crate::isa::{Isa, Job};
+    pub use crate::blocks::{Blocks, Row};
+    pub use crate::isa::{Bits, Grid, Isa, Job};
     pub use crate::layout::{LINE, Layout, PANEL, SUPER};
     pub use crate::lines::{Bytes, Codes, E2M1_ZERO, E2m1, Lines, Nibbles, Scale};
-    pub use crate::product::{Blocks, Ints, Path, Product};
+    pub use crate::product::{Ints, Path, Product};
     pub use crate::tile::Tile;
 }
 

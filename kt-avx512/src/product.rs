@@ -12,6 +12,7 @@ use kt_core::cpu::kernel::{Outputs, Scratch, Weights};
 use kt_core::format::mx;
 use kt_core::{Format, Group};
 
+use crate::blocks::{Blocks, Decode, Row};
 use crate::isa::{Isa, Job};
 use crate::layout::{CHUNK, LINE, Layout, PANEL, SUPER};
 use crate::lines::{
@@ -22,6 +23,8 @@ use crate::tile::{FloatTile, IntTile, Tile, scaled};
 
 /// Bytes of lines that tiles of rows pass over: most of a first-level cache of 48 KiB, all of one of 32.
 const CACHED: usize = 32 << 10;
+/// The same where few rows pass over them: there is more to do with each line before it is written than after.
+const FEW: usize = 8 << 10;
 
 /// A number path with a way of storing lines: which register tiles it has.
 pub trait Path<I: Isa> {
@@ -346,47 +349,6 @@ impl Product<'_> {
     }
 }
 
-/// Weights that are used as the checkpoint has them, in blocks of [`SUPER`] columns that are decoded on the way.
-pub trait Blocks: Copy {
-    /// Bytes of a block.
-    const BYTES: usize;
-    /// Columns that share a scale: 16 or 32.
-    const GROUP: usize;
-    /// Decodes a block: signed codes, and the scale of each group.
-    fn decode(block: &[u8], codes: &mut [i8; SUPER], scales: &mut [f32]);
-}
-
-/// Decodes blocks of an output into lines of unsigned codes and records of scales.
-struct Decode<'a, B> {
-    blocks: &'a [u8],
-    output: usize,
-    lines: &'a mut [u8],
-    records: &'a mut [u8],
-    kind: PhantomData<B>,
-}
-
-impl<B: Blocks> Job for Decode<'_, B> {
-    #[inline(always)]
-    fn go<I: Isa>(self, _: I) {
-        let mut codes = [0; SUPER];
-        let mut scales = [0f32; SUPER / 16];
-        let scales = &mut scales[..SUPER / B::GROUP];
-        let lines = self.lines.chunks_exact_mut(SUPER * PANEL);
-        let records = self.records.chunks_exact_mut(SUPER / B::GROUP * F32Scale::RECORD);
-        for ((block, lines), records) in self.blocks.chunks_exact(B::BYTES).zip(lines).zip(records) {
-            B::decode(block, &mut codes, scales);
-            let at = self.output * 4;
-            for (codes, line) in codes.as_chunks::<4>().0.iter().zip(lines.as_chunks_mut::<LINE>().0) {
-                let codes = u32::from_le_bytes(codes.map(|c| c as u8)) ^ 0x8080_8080;
-                line[at..at + 4].copy_from_slice(&codes.to_le_bytes());
-            }
-            for (scale, record) in scales.iter().zip(records.chunks_exact_mut(F32Scale::RECORD)) {
-                record[at..at + 4].copy_from_slice(&scale.to_le_bytes());
-            }
-        }
-    }
-}
-
 impl Product<'_> {
     /// Does it with weights in place: their blocks are decoded into the cache, some columns of a panel or two at a time, and tiles of rows
     /// pass over them. Inputs have a scale per [`Blocks::GROUP`] columns.
@@ -405,12 +367,14 @@ impl Product<'_> {
         let columns = matrix.cols() / SUPER;
         let few = n <= stream_rows(I::LARGE);
         let most_panels = if I::LARGE && !few { 2 } else { 1 };
-        let most_columns = (CACHED / (most_panels * SUPER * PANEL)).clamp(1, columns.max(1));
+        let cached = if few { FEW } else { CACHED };
+        let most_columns = (cached / (most_panels * SUPER * PANEL)).clamp(1, columns.max(1));
         let line_bytes = most_columns * SUPER * PANEL;
         let record_bytes = most_columns * SUPER / G * F32Scale::RECORD;
         let stride = line_bytes + record_bytes;
         let buffer = self.scratch.panel.get(most_panels * stride);
         let tiles = if few { 1 } else { n.div_ceil(<Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::ROWS) };
+        let mut rows = [Row::EMPTY; PANEL];
         let mut done = 0;
         while n > 0 && done < width {
             let panels = if (width - done).div_ceil(PANEL) >= most_panels { most_panels } else { 1 };
@@ -419,11 +383,13 @@ impl Product<'_> {
                 for p in 0..panels {
                     let (lines, records) = buffer[p * stride..][..stride].split_at_mut(line_bytes);
                     let first = range.start + done + p * PANEL;
-                    // Outputs that are not there keep what the buffer holds; nobody reads their sums.
-                    for output in 0..PANEL.min(range.end - first) {
-                        let blocks = &matrix.row(first + output)[start * B::BYTES..][..now * B::BYTES];
-                        isa.run(Decode::<B> { blocks, output, lines, records, kind: PhantomData });
+                    let lines = &mut lines[..now * SUPER * PANEL];
+                    let mut outputs: [&[u8]; PANEL] = [&[]; PANEL];
+                    let outputs = &mut outputs[..PANEL.min(range.end - first)];
+                    for (o, output) in outputs.iter_mut().enumerate() {
+                        *output = &matrix.row(first + o)[start * B::BYTES..][..now * B::BYTES];
                     }
+                    isa.run(Decode::<B> { outputs, rows: &mut rows, lines, records, kind: PhantomData });
                 }
                 for i in 0..tiles {
                     let rows = n * i / tiles..n * (i + 1) / tiles;

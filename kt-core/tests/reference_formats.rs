@@ -316,8 +316,11 @@ fn grids_have_the_points_of_the_gguf_package() {
         assert_eq!(points, want, "{name}");
     }
     for bits in 0..128 {
-        let signs = even_signs(bits);
-        assert!(signs & 127 == bits as u8 && signs.count_ones().is_multiple_of(2));
+        for at in 0..4 {
+            let signs = even_signs(bits << (7 * at) | 0xf000_0000);
+            let want = bits as u8 | (bits.count_ones() as u8 & 1) << 7;
+            assert_eq!(signs, std::array::from_fn(|i| if i == at { want } else { 0 }));
+        }
     }
 }
 

@@ -4,7 +4,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{FP8_UP, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, ops, run_with, same_code, sum8, token};
+use super::{Bits, FP8_UP, Grid, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, ops, run_with, same_code, sum8, token};
 
 token!(
     /// AVX2, FMA, F16C.
@@ -228,6 +228,27 @@ macro_rules! common {
         #[inline(always)]
         fn fp8_table(self) {}
 
+        #[inline(always)]
+        fn look_up<const COLS: usize, const LEN: usize>(
+            self,
+            grid: &Grid<COLS, LEN>,
+            points: &[u16; 64],
+            codes: &mut [[u8; 64]; 4],
+        ) {
+            for (codes, &point) in codes.as_flattened_mut().as_chunks_mut::<COLS>().0.iter_mut().zip(points) {
+                let point = &grid.points[point as usize % LEN];
+                for i in 0..COLS {
+                    codes[i] = point[i] as u8;
+                }
+            }
+        }
+
+        #[inline(always)]
+        fn transpose(self, rows: [&[u8; 64]; 16], how: Bits, bits: [[u8; 8]; 16], lines: &mut [[u8; 64]; 16]) {
+            // SAFETY: `self` proves AVX2.
+            unsafe { transpose(rows, how, bits, lines) }
+        }
+
         ops! {
             fn zero(self) -> Flt { [_mm256_setzero_ps(); 2] }
             fn splat(self, v: i32) -> Int { [_mm256_set1_epi32(v); 2] }
@@ -312,6 +333,61 @@ macro_rules! common {
             }}
         }
     };
+}
+
+/// See [`Isa::transpose`].
+///
+/// # Safety
+/// The CPU has AVX2.
+#[inline(always)]
+unsafe fn transpose(rows: [&[u8; 64]; 16], how: Bits, bits: [[u8; 8]; 16], lines: &mut [[u8; 64]; 16]) {
+    // SAFETY: the instructions by the caller's promise; each half of a row or line has 32 bytes.
+    unsafe {
+        let zero_point = _mm256_set1_epi8(-128);
+        let (lane_0, lane_1) = (0x0101_0101_0101_0101, 0x0303_0303_0303_0303);
+        let spread = _mm256_set_epi64x(lane_1, lane_1 - 0x0101_0101_0101_0101, lane_0, 0);
+        let places = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64 as i64);
+        // Eight rows and eight dwords at a time.
+        for (half, part) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            let mut v = [_mm256_setzero_si256(); 8];
+            for i in 0..8 {
+                let (row, bits) = (rows[8 * half + i], bits[8 * half + i]);
+                let row = _mm256_loadu_si256(row[32 * part..][..32].as_ptr().cast());
+                v[i] = row;
+                if how != Bits::Nothing {
+                    let bits = i32::from_le_bytes([
+                        bits[4 * part],
+                        bits[4 * part + 1],
+                        bits[4 * part + 2],
+                        bits[4 * part + 3],
+                    ]);
+                    // Byte `j` gets the byte that holds its bit, then that bit alone.
+                    let bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(bits), spread);
+                    let set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
+                    v[i] = match how {
+                        // Minus a number is that of all bits flipped, and one more.
+                        Bits::Negate => _mm256_sub_epi8(_mm256_xor_si256(row, set), _mm256_xor_si256(set, zero_point)),
+                        _ => _mm256_xor_si256(_mm256_add_epi8(row, _mm256_add_epi8(set, set)), zero_point),
+                    };
+                }
+            }
+            let mut four = [_mm256_setzero_si256(); 8];
+            for i in [0, 4] {
+                let (a, b) = (_mm256_unpacklo_epi32(v[i], v[i + 1]), _mm256_unpacklo_epi32(v[i + 2], v[i + 3]));
+                (four[i], four[i + 1]) = (_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+                let (a, b) = (_mm256_unpackhi_epi32(v[i], v[i + 1]), _mm256_unpackhi_epi32(v[i + 2], v[i + 3]));
+                (four[i + 2], four[i + 3]) = (_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+            }
+            for c in 0..4 {
+                let (low, high) = (
+                    _mm256_permute2x128_si256::<0x20>(four[c], four[4 + c]),
+                    _mm256_permute2x128_si256::<0x31>(four[c], four[4 + c]),
+                );
+                _mm256_storeu_si256(lines[8 * part + c][32 * half..][..32].as_mut_ptr().cast(), low);
+                _mm256_storeu_si256(lines[8 * part + 4 + c][32 * half..][..32].as_mut_ptr().cast(), high);
+            }
+        }
+    }
 }
 
 // SAFETY: `Avx2::new` asks for the features that `run` enables.

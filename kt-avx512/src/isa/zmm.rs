@@ -4,7 +4,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{FP8_UP, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, ops, run_with, same_code, sum8, token};
+use super::{Bits, FP8_UP, Grid, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, ops, run_with, same_code, sum8, token};
 
 token!(
     /// AVX-512 F, BW, VL, DQ.
@@ -152,6 +152,23 @@ macro_rules! common {
             unsafe { _mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(v)) }
         }
 
+        #[inline(always)]
+        fn look_up<const COLS: usize, const LEN: usize>(
+            self,
+            grid: &Grid<COLS, LEN>,
+            points: &[u16; 64],
+            codes: &mut [[u8; 64]; 4],
+        ) {
+            // SAFETY: `self` proves AVX-512 F and BW.
+            unsafe { look_up(grid, points, codes) }
+        }
+
+        #[inline(always)]
+        fn transpose(self, rows: [&[u8; 64]; 16], how: Bits, bits: [[u8; 8]; 16], lines: &mut [[u8; 64]; 16]) {
+            // SAFETY: `self` proves AVX-512 F and BW.
+            unsafe { transpose(rows, how, bits, lines) }
+        }
+
         ops! {
             fn zero(self) -> __m512 { _mm512_setzero_ps() }
             fn splat(self, v: i32) -> __m512i { _mm512_set1_epi32(v) }
@@ -198,6 +215,135 @@ macro_rules! common {
             }
         }
     };
+}
+
+/// The digits of 32 points; see [`Grid`].
+///
+/// # Safety
+/// The CPU has AVX-512 F and BW.
+#[inline(always)]
+unsafe fn digits<const COLS: usize, const LEN: usize>(grid: &Grid<COLS, LEN>, points: __m512i) -> __m512i {
+    const { assert!(LEN >= 256 && LEN.is_power_of_two()) };
+    // SAFETY: lines of 32 words, and the instructions by the caller's promise.
+    unsafe {
+        // A lookup takes six bits of the place; the others choose among lookups.
+        let bit = [6, 7, 8, 9, 10];
+        let mut set = [0; 5];
+        for (set, bit) in set.iter_mut().zip(bit) {
+            *set = _mm512_test_epi16_mask(points, _mm512_set1_epi16(1 << bit));
+        }
+        let mut found = _mm512_setzero_si512();
+        for i in 0..LEN / 256 {
+            let mut quarter = [_mm512_setzero_si512(); 4];
+            for (j, quarter) in quarter.iter_mut().enumerate() {
+                let at = 256 * i + 64 * j;
+                let low = _mm512_loadu_si512(grid.digits[at..][..32].as_ptr().cast());
+                let high = _mm512_loadu_si512(grid.digits[at + 32..][..32].as_ptr().cast());
+                *quarter = _mm512_permutex2var_epi16(low, points, high);
+            }
+            let low = _mm512_mask_mov_epi16(quarter[0], set[0], quarter[1]);
+            let high = _mm512_mask_mov_epi16(quarter[2], set[0], quarter[3]);
+            let here = _mm512_mask_mov_epi16(low, set[1], high);
+            // Those of `LEN / 256` parts whose number is the rest of the place.
+            let mut mask = !0;
+            for k in 0..3 {
+                if LEN / 256 > 1 << k {
+                    mask &= if i >> k & 1 == 1 { set[2 + k] } else { !set[2 + k] };
+                }
+            }
+            found = if i == 0 { here } else { _mm512_mask_mov_epi16(found, mask, here) };
+        }
+        found
+    }
+}
+
+/// See [`Isa::look_up`].
+///
+/// # Safety
+/// The CPU has AVX-512 F and BW.
+#[inline(always)]
+unsafe fn look_up<const COLS: usize, const LEN: usize>(
+    grid: &Grid<COLS, LEN>,
+    points: &[u16; 64],
+    codes: &mut [[u8; 64]; 4],
+) {
+    // SAFETY: the instructions by the caller's promise; what is loaded and stored is as long as that.
+    unsafe {
+        let values = _mm512_broadcast_i32x4(_mm_loadu_si128(grid.values.as_ptr().cast()));
+        let first = digits(grid, _mm512_loadu_si512(points.as_ptr().cast()));
+        if COLS == 8 {
+            // Each word four times, its digits two by two in bits 0 to 3, then a byte each.
+            let shifts = _mm512_set1_epi64(0x000c_0008_0004_0000);
+            let mut at = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
+            at = _mm512_mullo_epi32(_mm512_shuffle_epi32::<0b10_10_00_00>(at), _mm512_set1_epi32(0x0001_0001));
+            for codes in codes {
+                let words = _mm512_srlv_epi16(_mm512_permutexvar_epi16(at, first), shifts);
+                // 0xa8 = (words | shifted) & places.
+                let shifted = _mm512_slli_epi16::<6>(words);
+                let digits = _mm512_ternarylogic_epi32::<0xa8>(words, shifted, _mm512_set1_epi16(0x0303));
+                _mm512_storeu_si512(codes.as_mut_ptr().cast(), _mm512_shuffle_epi8(values, digits));
+                at = _mm512_add_epi16(at, _mm512_set1_epi16(8));
+            }
+        } else {
+            let second = digits(grid, _mm512_loadu_si512(points[32..].as_ptr().cast()));
+            let parts = [
+                _mm512_castsi512_si256(first),
+                _mm512_extracti64x4_epi64::<1>(first),
+                _mm512_castsi512_si256(second),
+                _mm512_extracti64x4_epi64::<1>(second),
+            ];
+            for (codes, part) in codes.iter_mut().zip(parts) {
+                // Digits 0 and 1 are in the low nibbles of bytes 0 and 1, digits 2 and 3 go to those of bytes 2 and 3.
+                let words = _mm512_cvtepu16_epi32(part);
+                let shifted = _mm512_slli_epi32::<12>(words);
+                let digits = _mm512_ternarylogic_epi32::<0xa8>(words, shifted, _mm512_set1_epi8(0x0f));
+                _mm512_storeu_si512(codes.as_mut_ptr().cast(), _mm512_shuffle_epi8(values, digits));
+            }
+        }
+    }
+}
+
+/// See [`Isa::transpose`].
+///
+/// # Safety
+/// The CPU has AVX-512 F and BW.
+#[inline(always)]
+unsafe fn transpose(rows: [&[u8; 64]; 16], how: Bits, bits: [[u8; 8]; 16], lines: &mut [[u8; 64]; 16]) {
+    // SAFETY: the instructions by the caller's promise; each row and line has 64 bytes.
+    unsafe {
+        let zero_point = _mm512_set1_epi8(-128);
+        let mut v = [_mm512_setzero_si512(); 16];
+        for i in 0..16 {
+            let (row, set) = (_mm512_loadu_si512(rows[i].as_ptr().cast()), u64::from_le_bytes(bits[i]));
+            v[i] = match how {
+                Bits::Nothing => row,
+                // Zero point less code, or plus code: no code is -128.
+                Bits::Negate => _mm512_mask_sub_epi8(_mm512_xor_si512(row, zero_point), set, zero_point, row),
+                Bits::TwoLess => {
+                    _mm512_mask_add_epi8(_mm512_xor_si512(row, zero_point), set, row, _mm512_set1_epi8(126))
+                }
+            };
+        }
+        // Of each four rows: dword `c` of each 128-bit lane.
+        let mut four = [_mm512_setzero_si512(); 16];
+        for i in (0..16).step_by(4) {
+            let (a, b) = (_mm512_unpacklo_epi32(v[i], v[i + 1]), _mm512_unpacklo_epi32(v[i + 2], v[i + 3]));
+            (four[i], four[i + 1]) = (_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+            let (a, b) = (_mm512_unpackhi_epi32(v[i], v[i + 1]), _mm512_unpackhi_epi32(v[i + 2], v[i + 3]));
+            (four[i + 2], four[i + 3]) = (_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+        }
+        for c in 0..4 {
+            let (a, b) = (four[c], four[4 + c]);
+            let (d, e) = (four[8 + c], four[12 + c]);
+            // Lanes 0 and 2, 1 and 3.
+            let (even, odd) = (_mm512_shuffle_i32x4::<0x88>(a, b), _mm512_shuffle_i32x4::<0xdd>(a, b));
+            let (even_2, odd_2) = (_mm512_shuffle_i32x4::<0x88>(d, e), _mm512_shuffle_i32x4::<0xdd>(d, e));
+            _mm512_storeu_si512(lines[c].as_mut_ptr().cast(), _mm512_shuffle_i32x4::<0x88>(even, even_2));
+            _mm512_storeu_si512(lines[4 + c].as_mut_ptr().cast(), _mm512_shuffle_i32x4::<0x88>(odd, odd_2));
+            _mm512_storeu_si512(lines[8 + c].as_mut_ptr().cast(), _mm512_shuffle_i32x4::<0xdd>(even, even_2));
+            _mm512_storeu_si512(lines[12 + c].as_mut_ptr().cast(), _mm512_shuffle_i32x4::<0xdd>(odd, odd_2));
+        }
+    }
 }
 
 /// Int8 products without VNNI.

@@ -3,25 +3,65 @@
 //! A value of all of them is `d * unit * scale[g] * code`: the scales of groups are odd, the codes signed coordinates of a grid's
 //! points (in IQ1: eight times them, and one more or less). Units: 1/8 in IQ1 and IQ2, 1/4 in IQ3_XXS, 1 in IQ3_S. All products are
 //! exact in F32.
+//!
+//! Readers treat all columns of a block alike, in loops that compilers turn into a few vector instructions: what remains for each
+//! point is to look it up.
 
 use super::*;
 
-/// The odd scales of `G` groups of `256 / G` columns, and the signed codes of the columns.
-pub type OddScales<const G: usize> = ([u8; G], [i8; K_COLS]);
-
-/// The eight signs that seven bits stand for, a bit each: an even number of them is set.
-#[inline(always)]
-pub fn even_signs(bits: u32) -> u8 {
-    let bits = bits & 127;
-    (bits | (bits.count_ones() & 1) << 7) as u8
+/// What a block says beside its scale `d`: odd scales of `G` groups of `256 / G` columns, and `N` points of `256 / N` columns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Points<const G: usize, const N: usize> {
+    /// The scales of groups.
+    pub scales: [u8; G],
+    /// The points' places in the grid.
+    pub points: [u16; N],
+    /// A bit per column, the lowest bit of a byte first: whether its coordinate is negated; in IQ1, whether its code is one less
+    /// than eight times the coordinate, not one more.
+    pub bits: [u8; K_COLS / 8],
 }
 
-/// A point's coordinates, negated where the bit is set.
-#[inline(always)]
-fn signed<const N: usize>(point: &[i8; N], signs: u8, out: &mut [i8]) {
-    for (i, (o, p)) in out.iter_mut().zip(point).enumerate() {
-        *o = if signs >> i & 1 == 0 { *p } else { -p };
+/// Signed codes of IQ2 and IQ3: the coordinates of points, negated where the bit is set.
+pub fn signed_codes<const G: usize, const N: usize, const COLS: usize>(
+    of: &Points<G, N>,
+    grid: &[[i8; COLS]],
+) -> [i8; K_COLS] {
+    codes(of, grid, |p, bit| if bit { -p } else { p })
+}
+
+/// Signed codes of IQ1: eight times a coordinate, and one more, or less where the bit is set.
+pub fn shifted_codes<const G: usize>(of: &Points<G, 32>) -> [i8; K_COLS] {
+    codes(of, &IQ1_GRID, |p, bit| 8 * p + if bit { -1 } else { 1 })
+}
+
+/// `code(coordinate, bit)` of each column.
+fn codes<const G: usize, const N: usize, const COLS: usize>(
+    of: &Points<G, N>,
+    grid: &[[i8; COLS]],
+    code: impl Fn(i8, bool) -> i8,
+) -> [i8; K_COLS] {
+    const { assert!(N * COLS == K_COLS) };
+    let mut out = [0; K_COLS];
+    for (out, &point) in out.as_chunks_mut::<COLS>().0.iter_mut().zip(&of.points) {
+        *out = grid[point as usize];
     }
+    for (i, out) in out.iter_mut().enumerate() {
+        *out = code(*out, of.bits[i / 8] >> (i % 8) & 1 != 0);
+    }
+    out
+}
+
+/// Four times the eight signs, a bit each, that seven bits stand for, the lowest seven first: an even number of each is set. The
+/// highest four bits of `word` do not matter.
+#[inline(always)]
+pub fn even_signs(word: u32) -> [u8; 4] {
+    // Each seven bits to a byte.
+    let signs = word & 0x7f | (word & 0x3f80) << 1 | (word & 0x001f_c000) << 2 | (word & 0x0fe0_0000) << 3;
+    // The lowest bit of a byte becomes the sum of all of them.
+    let sum = signs ^ signs >> 4;
+    let sum = sum ^ sum >> 2;
+    let sum = sum ^ sum >> 1;
+    (signs | (sum & 0x0101_0101) << 7).to_le_bytes()
 }
 
 /// The scales in nibbles, low ones first.
@@ -37,108 +77,109 @@ fn u16_at(bytes: &[u8], i: usize) -> u16 {
 
 #[inline(always)]
 fn u32_at(bytes: &[u8], i: usize) -> u32 {
-    u16_at(bytes, 2 * i) as u32 | (u16_at(bytes, 2 * i + 1) as u32) << 16
+    u32::from_le_bytes([bytes[4 * i], bytes[4 * i + 1], bytes[4 * i + 2], bytes[4 * i + 3]])
 }
 
-/// Scales and codes of an IQ2_XXS block. Each group has four bytes that number points, and a word: four times seven bits of
-/// signs, then the scale.
+/// An IQ2_XXS block. Each group has four bytes that number points, and a word: four times seven bits of signs, then the scale.
 #[inline(always)]
-pub fn iq2_xxs_codes(block: &[u8; IQ2_XXS_BYTES]) -> OddScales<8> {
-    let (mut scales, mut codes) = ([0; 8], [0; K_COLS]);
-    for (g, (bytes, codes)) in block[2..].as_chunks::<8>().0.iter().zip(codes.as_chunks_mut::<32>().0).enumerate() {
-        let word = u32_at(bytes, 1);
+pub fn iq2_xxs_points(block: &[u8; IQ2_XXS_BYTES]) -> Points<8, 32> {
+    let (mut scales, mut points, mut bits) = ([0; 8], [0; 32], [0; 32]);
+    for g in 0..8 {
+        let word = u32_at(&block[2..], 2 * g + 1);
         scales[g] = (word >> 28) as u8 * 2 + 1;
-        for (i, codes) in codes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            signed(&IQ2_XXS_GRID[bytes[i] as usize], even_signs(word >> (7 * i)), codes);
+        bits[4 * g..][..4].copy_from_slice(&even_signs(word));
+        for i in 0..4 {
+            points[4 * g + i] = block[2 + 8 * g + i] as u16;
         }
     }
-    (scales, codes)
+    Points { scales, points, bits }
 }
 
-/// Scales and codes of an IQ2_XS block: a u16 per eight columns, nine bits that number a point and seven of signs; then nibbles of
-/// scales.
+/// An IQ2_XS block: a u16 per eight columns, nine bits that number a point and seven of signs; then nibbles of scales.
 #[inline(always)]
-pub fn iq2_xs_codes(block: &[u8; IQ2_XS_BYTES]) -> OddScales<16> {
-    let mut codes = [0; K_COLS];
-    for (i, codes) in codes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+pub fn iq2_xs_points(block: &[u8; IQ2_XS_BYTES]) -> Points<16, 32> {
+    let (mut points, mut bits) = ([0; 32], [0; 32]);
+    for i in 0..32 {
         let word = u16_at(&block[2..], i);
-        signed(&IQ2_XS_GRID[word as usize & 511], even_signs(word as u32 >> 9), codes);
+        points[i] = word & 511;
+        bits[i] = even_signs((word >> 9) as u32)[0];
     }
-    (odd_nibbles(&block[66..]), codes)
+    Points { scales: odd_nibbles(&block[66..]), points, bits }
 }
 
-/// Scales and codes of an IQ2_S block: a byte that numbers a point and one of signs per eight columns, two high bits of the number
-/// in a byte for four of them, nibbles of scales.
+/// An IQ2_S block: a byte that numbers a point and one of signs per eight columns, two high bits of the number in a byte for four of
+/// them, nibbles of scales.
 #[inline(always)]
-pub fn iq2_s_codes(block: &[u8; IQ2_S_BYTES]) -> OddScales<16> {
-    let mut codes = [0; K_COLS];
-    for (i, codes) in codes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-        let high = block[66 + i / 4] >> (2 * (i % 4)) & 3;
-        signed(&IQ2_S_GRID[block[2 + i] as usize | (high as usize) << 8], block[34 + i], codes);
+pub fn iq2_s_points(block: &[u8; IQ2_S_BYTES]) -> Points<16, 32> {
+    let (mut points, mut bits) = ([0; 32], [0; 32]);
+    for i in 0..32 {
+        // Two bits to places 8 and 9: a multiplication is a shift by another number of bits in each lane.
+        let high = block[66 + i / 4] as u16 * [256, 64, 16, 4][i % 4];
+        points[i] = block[2 + i] as u16 | high & 0x300;
     }
-    (odd_nibbles(&block[74..]), codes)
+    bits.copy_from_slice(&block[34..66]);
+    Points { scales: odd_nibbles(&block[74..]), points, bits }
 }
 
-/// Scales and codes of an IQ3_XXS block: a byte that numbers a point per four columns, then a word per group as in IQ2_XXS.
+/// An IQ3_XXS block: a byte that numbers a point per four columns, then a word per group as in IQ2_XXS.
 #[inline(always)]
-pub fn iq3_xxs_codes(block: &[u8; IQ3_XXS_BYTES]) -> OddScales<8> {
-    let (mut scales, mut codes) = ([0; 8], [0; K_COLS]);
-    for (g, codes) in codes.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+pub fn iq3_xxs_points(block: &[u8; IQ3_XXS_BYTES]) -> Points<8, 64> {
+    let (mut scales, mut points, mut bits) = ([0; 8], [0; 64], [0; 32]);
+    for i in 0..64 {
+        points[i] = block[2 + i] as u16;
+    }
+    for g in 0..8 {
         let word = u32_at(&block[66..], g);
         scales[g] = (word >> 28) as u8 * 2 + 1;
-        for (i, codes) in codes.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-            let signs = even_signs(word >> (7 * (i / 2))) >> (4 * (i % 2));
-            signed(&IQ3_XXS_GRID[block[2 + 8 * g + i] as usize], signs, codes);
-        }
+        bits[4 * g..][..4].copy_from_slice(&even_signs(word));
     }
-    (scales, codes)
+    Points { scales, points, bits }
 }
 
-/// Scales and codes of an IQ3_S block: a byte that numbers a point per four columns, a ninth bit for each, a byte of signs per eight
-/// columns, nibbles of scales.
+/// An IQ3_S block: a byte that numbers a point per four columns, a ninth bit for each, a byte of signs per eight columns, nibbles of
+/// scales.
 #[inline(always)]
-pub fn iq3_s_codes(block: &[u8; IQ3_S_BYTES]) -> OddScales<8> {
-    let mut codes = [0; K_COLS];
-    for (i, codes) in codes.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-        let high = block[66 + i / 8] >> (i % 8) & 1;
-        let signs = block[74 + i / 2] >> (4 * (i % 2));
-        signed(&IQ3_S_GRID[block[2 + i] as usize | (high as usize) << 8], signs, codes);
+pub fn iq3_s_points(block: &[u8; IQ3_S_BYTES]) -> Points<8, 64> {
+    let (mut points, mut bits) = ([0; 64], [0; 32]);
+    for i in 0..64 {
+        // A bit to place 8, as in IQ2_S.
+        let high = block[66 + i / 8] as u16 * [256, 128, 64, 32, 16, 8, 4, 2][i % 8];
+        points[i] = block[2 + i] as u16 | high & 0x100;
     }
-    (odd_nibbles(&block[106..]), codes)
+    bits.copy_from_slice(&block[74..106]);
+    Points { scales: odd_nibbles(&block[106..]), points, bits }
 }
 
-/// Eight times a point, and one more or less.
+/// An IQ1_S block: a byte that numbers a point per eight columns, then a u16 per group: four times three high bits, three of the
+/// scale, and one for "less".
 #[inline(always)]
-fn shifted(point: &[i8; 8], less: bool, out: &mut [i8; 8]) {
-    *out = point.map(|p| 8 * p + if less { -1 } else { 1 });
-}
-
-/// Scales and codes of an IQ1_S block: a byte that numbers a point per eight columns, then a u16 per group: four times three high
-/// bits, three of the scale, and one for "less".
-#[inline(always)]
-pub fn iq1_s_codes(block: &[u8; IQ1_S_BYTES]) -> OddScales<8> {
-    let (mut scales, mut codes) = ([0; 8], [0; K_COLS]);
-    for (g, codes) in codes.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+pub fn iq1_s_points(block: &[u8; IQ1_S_BYTES]) -> Points<8, 32> {
+    let (mut scales, mut points, mut bits) = ([0; 8], [0; 32], [0; 32]);
+    for g in 0..8 {
         let word = u16_at(&block[34..], g);
         scales[g] = (word >> 12 & 7) as u8 * 2 + 1;
-        for (i, codes) in codes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            let point = block[2 + 4 * g + i] as usize | (word as usize >> (3 * i) & 7) << 8;
-            shifted(&IQ1_GRID[point], word >> 15 == 1, codes);
+        let less = if word >> 15 == 1 { 0xff } else { 0 };
+        for i in 0..4 {
+            let high = (word as u32) << 8 >> (3 * i);
+            points[4 * g + i] = block[2 + 4 * g + i] as u16 | high as u16 & 0x700;
+            bits[4 * g + i] = less;
         }
     }
-    (scales, codes)
+    Points { scales, points, bits }
 }
 
-/// Scales and codes of an IQ1_M block: a byte that numbers a point per eight columns, a nibble for each of three high bits and one
-/// for "less", and four u16, each of four scales of three bits and four bits of [`iq1_m_scale`].
+/// An IQ1_M block: a byte that numbers a point per eight columns, a nibble for each of three high bits and one for "less", and four
+/// u16, each of four scales of three bits and four bits of [`iq1_m_scale`].
 #[inline(always)]
-pub fn iq1_m_codes(block: &[u8; IQ1_M_BYTES]) -> OddScales<16> {
-    let mut codes = [0; K_COLS];
-    for (i, codes) in codes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+pub fn iq1_m_points(block: &[u8; IQ1_M_BYTES]) -> Points<16, 32> {
+    let (mut points, mut bits) = ([0; 32], [0; 32]);
+    for i in 0..32 {
         let high = block[32 + i / 2] >> (4 * (i % 2));
-        shifted(&IQ1_GRID[block[i] as usize | (high as usize & 7) << 8], high & 8 != 0, codes);
+        points[i] = block[i] as u16 | (high as u16 & 7) << 8;
+        bits[i] = if high & 8 != 0 { 0xff } else { 0 };
     }
-    (std::array::from_fn(|g| (u16_at(&block[48..], g / 4) >> (3 * (g % 4)) & 7) as u8 * 2 + 1), codes)
+    let scales = std::array::from_fn(|g| (u16_at(&block[48..], g / 4) >> (3 * (g % 4)) & 7) as u8 * 2 + 1);
+    Points { scales, points, bits }
 }
 
 /// The F16 scale of an IQ1_M block, which lies in pieces.

@@ -19,13 +19,13 @@
 //! | Q6_K | 256 | 210 | 128 bytes of nibbles, 64 bytes of high bit pairs, 16 signed scales, `d` | `d * sc[g] * (q - 32)` |
 //! | IQ4_XS | 256 | 136 | `d`, 6 bytes of scales, 128 bytes: nibbles of each group as Q4_0 | `d * sc[g] * IQ4_VALUES[q]` |
 //!
-//! | IQ2_XXS | 256 | 66 | `d`, then see [`iq2_xxs_codes`] | `d / 8 * sc[g] * point` |
-//! | IQ2_XS | 256 | 74 | `d`, then see [`iq2_xs_codes`] | as IQ2_XXS |
-//! | IQ2_S | 256 | 82 | `d`, then see [`iq2_s_codes`] | as IQ2_XXS |
-//! | IQ3_XXS | 256 | 98 | `d`, then see [`iq3_xxs_codes`] | `d / 4 * sc[g] * point` |
-//! | IQ3_S | 256 | 110 | `d`, then see [`iq3_s_codes`] | `d * sc[g] * point` |
-//! | IQ1_S | 256 | 50 | `d`, then see [`iq1_s_codes`] | `d * sc[g] * (point + 1/8)`, or `- 1/8` |
-//! | IQ1_M | 256 | 56 | see [`iq1_m_codes`] | as IQ1_S |
+//! | IQ2_XXS | 256 | 66 | `d`, then see [`iq2_xxs_points`] | `d / 8 * sc[g] * point` |
+//! | IQ2_XS | 256 | 74 | `d`, then see [`iq2_xs_points`] | as IQ2_XXS |
+//! | IQ2_S | 256 | 82 | `d`, then see [`iq2_s_points`] | as IQ2_XXS |
+//! | IQ3_XXS | 256 | 98 | `d`, then see [`iq3_xxs_points`] | `d / 4 * sc[g] * point` |
+//! | IQ3_S | 256 | 110 | `d`, then see [`iq3_s_points`] | `d * sc[g] * point` |
+//! | IQ1_S | 256 | 50 | `d`, then see [`iq1_s_points`] | `d * sc[g] * (point + 1/8)`, or `- 1/8` |
+//! | IQ1_M | 256 | 56 | see [`iq1_m_points`] | as IQ1_S |
 //! | TQ1_0 | 256 | 54 | 52 bytes of five (the last four: of four) ternary digits, `d` | `d * (q - 1)` |
 //! | TQ2_0 | 256 | 66 | 64 bytes of bit pairs, `d` | `d * (q - 1)` |
 //!
@@ -243,13 +243,28 @@ fn iq4_xs(block: &[u8; IQ4_XS_BYTES], out: &mut [f32; K_COLS]) {
 }
 
 /// `unit * scale[g] * code` for `G` groups.
-fn odd<const G: usize>(unit: f32, (scales, codes): OddScales<G>, out: &mut [f32; K_COLS]) {
+fn odd<const G: usize>(unit: f32, scales: [u8; G], codes: [i8; K_COLS], out: &mut [f32; K_COLS]) {
     for (g, (out, codes)) in out.chunks_exact_mut(K_COLS / G).zip(codes.chunks_exact(K_COLS / G)).enumerate() {
         let scale = unit * scales[g] as f32;
         for (o, &q) in out.iter_mut().zip(codes) {
             *o = scale * q as f32;
         }
     }
+}
+
+/// IQ2 and IQ3.
+fn signed<const G: usize, const N: usize, const COLS: usize>(
+    unit: f32,
+    of: Points<G, N>,
+    grid: &[[i8; COLS]],
+    out: &mut [f32; K_COLS],
+) {
+    odd(unit, of.scales, signed_codes(&of, grid), out);
+}
+
+/// IQ1.
+fn shifted<const G: usize>(unit: f32, of: Points<G, 32>, out: &mut [f32; K_COLS]) {
+    odd(unit, of.scales, shifted_codes(&of), out);
 }
 
 /// `d * (q - 1)`.
@@ -293,13 +308,17 @@ pub(super) fn decode(m: &Matrix, row: usize, start: usize, out: &mut [f32]) {
         Format::Q5K => blocks(row, start, out, |b: &[u8; Q5K_BYTES], o| with_minima(b, &q5k_codes(b), o)),
         Format::Q6K => blocks(row, start, out, q6k),
         Format::Iq4Xs => blocks(row, start, out, iq4_xs),
-        Format::Iq2Xxs => blocks(row, start, out, |b, o| odd(f16_at(b, 0) / 8.0, iq2_xxs_codes(b), o)),
-        Format::Iq2Xs => blocks(row, start, out, |b, o| odd(f16_at(b, 0) / 8.0, iq2_xs_codes(b), o)),
-        Format::Iq2S => blocks(row, start, out, |b, o| odd(f16_at(b, 0) / 8.0, iq2_s_codes(b), o)),
-        Format::Iq3Xxs => blocks(row, start, out, |b, o| odd(f16_at(b, 0) / 4.0, iq3_xxs_codes(b), o)),
-        Format::Iq3S => blocks(row, start, out, |b, o| odd(f16_at(b, 0), iq3_s_codes(b), o)),
-        Format::Iq1S => blocks(row, start, out, |b, o| odd(f16_at(b, 0) / 8.0, iq1_s_codes(b), o)),
-        Format::Iq1M => blocks(row, start, out, |b, o| odd(iq1_m_scale(b) / 8.0, iq1_m_codes(b), o)),
+        Format::Iq2Xxs => {
+            blocks(row, start, out, |b, o| signed(f16_at(b, 0) / 8.0, iq2_xxs_points(b), &IQ2_XXS_GRID, o))
+        }
+        Format::Iq2Xs => blocks(row, start, out, |b, o| signed(f16_at(b, 0) / 8.0, iq2_xs_points(b), &IQ2_XS_GRID, o)),
+        Format::Iq2S => blocks(row, start, out, |b, o| signed(f16_at(b, 0) / 8.0, iq2_s_points(b), &IQ2_S_GRID, o)),
+        Format::Iq3Xxs => {
+            blocks(row, start, out, |b, o| signed(f16_at(b, 0) / 4.0, iq3_xxs_points(b), &IQ3_XXS_GRID, o))
+        }
+        Format::Iq3S => blocks(row, start, out, |b, o| signed(f16_at(b, 0), iq3_s_points(b), &IQ3_S_GRID, o)),
+        Format::Iq1S => blocks(row, start, out, |b, o| shifted(f16_at(b, 0) / 8.0, iq1_s_points(b), o)),
+        Format::Iq1M => blocks(row, start, out, |b, o| shifted(iq1_m_scale(b) / 8.0, iq1_m_points(b), o)),
         Format::Tq1_0 => blocks(row, start, out, |b, o| ternary(f16_at(&b[52..], 0), &tq1_0_codes(b), o)),
         Format::Tq2_0 => blocks(row, start, out, tq2_0),
         _ => {}
