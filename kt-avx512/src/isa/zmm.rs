@@ -278,6 +278,7 @@ unsafe fn look_up<const COLS: usize, const LEN: usize>(
             at = _mm512_mullo_epi32(_mm512_shuffle_epi32::<0b10_10_00_00>(at), _mm512_set1_epi32(0x0001_0001));
             for codes in codes {
                 let words = _mm512_srlv_epi16(_mm512_permutexvar_epi16(at, first), shifts);
+                let words = _mm512_and_si512(words, _mm512_set1_epi16(0x000f));
                 // 0xa8 = (words | shifted) & places.
                 let shifted = _mm512_slli_epi16::<6>(words);
                 let digits = _mm512_ternarylogic_epi32::<0xa8>(words, shifted, _mm512_set1_epi16(0x0303));
