@@ -112,10 +112,12 @@ pub fn iq2_xs_points(block: &[u8; IQ2_XS_BYTES]) -> Points<16, 32> {
 #[inline(always)]
 pub fn iq2_s_points(block: &[u8; IQ2_S_BYTES]) -> Points<16, 32> {
     let (mut points, mut bits) = ([0; 32], [0; 32]);
-    for i in 0..32 {
-        // Two bits to places 8 and 9: a multiplication is a shift by another number of bits in each lane.
-        let high = block[66 + i / 4] as u16 * [256, 64, 16, 4][i % 4];
-        points[i] = block[2 + i] as u16 | high & 0x300;
+    for (g, points) in points.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+        let (low, high) = (&block[2 + 4 * g..][..4], block[66 + g] as u16);
+        for i in 0..4 {
+            // Two bits to places 8 and 9.
+            points[i] = low[i] as u16 | high << (8 - 2 * i) & 0x300;
+        }
     }
     bits.copy_from_slice(&block[34..66]);
     Points { scales: odd_nibbles(&block[74..]), points, bits }
@@ -141,10 +143,12 @@ pub fn iq3_xxs_points(block: &[u8; IQ3_XXS_BYTES]) -> Points<8, 64> {
 #[inline(always)]
 pub fn iq3_s_points(block: &[u8; IQ3_S_BYTES]) -> Points<8, 64> {
     let (mut points, mut bits) = ([0; 64], [0; 32]);
-    for i in 0..64 {
-        // A bit to place 8, as in IQ2_S.
-        let high = block[66 + i / 8] as u16 * [256, 128, 64, 32, 16, 8, 4, 2][i % 8];
-        points[i] = block[2 + i] as u16 | high & 0x100;
+    for (g, points) in points.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+        let (low, high) = (&block[2 + 8 * g..][..8], block[66 + g] as u16);
+        for i in 0..8 {
+            // A bit to place 8.
+            points[i] = low[i] as u16 | high << (8 - i) & 0x100;
+        }
     }
     bits.copy_from_slice(&block[74..106]);
     Points { scales: odd_nibbles(&block[106..]), points, bits }
