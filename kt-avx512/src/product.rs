@@ -40,7 +40,8 @@ pub trait Path<I: Isa> {
     fn cached(isa: I, r: usize, p: usize, tile: Tile<'_>);
 }
 
-/// INT8, INT4, MXFP4, NVFP4; see [`IntTile`].
+/// Unsigned codes `L` x signed inputs with a scale per `XG` columns. Weights have scales `S` per `WG` columns or several times as many, or
+/// (0) one per output.
 pub struct Ints<L, S, const XG: usize, const WG: usize>(PhantomData<(L, S)>);
 /// Floating-point weights; see [`FloatTile`].
 pub(crate) struct Numbers<L, const SCALED: u8>(PhantomData<L>);
