@@ -333,6 +333,7 @@ fn put_line(dwords: &[u32], line: &mut [u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tests::scales_at;
     use kt_core::format::float::f16_at;
     use kt_core::testing::Random;
 
@@ -358,27 +359,13 @@ mod tests {
     /// and with padding.
     const SHAPES: [(usize, usize); 8] = [(21, 3), (21, 5), (1, 1), (16, 4), (32, 8), (15, 9), (33, 12), (47, 2)];
 
-    /// Where the F16 numbers of a block are.
-    fn halves(format: Format) -> &'static [usize] {
-        match format {
-            Format::Mxfp4Ggml => &[],
-            Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K => &[0, 2],
-            Format::Q2K => &[80, 82],
-            Format::Q3K => &[108],
-            Format::Q6K => &[208],
-            Format::Tq1_0 => &[52],
-            Format::Tq2_0 => &[64],
-            _ => &[0],
-        }
-    }
-
     /// Random bytes in valid blocks: every code, every scale, and every F16 that is finite.
     fn random_matrix(format: Format, rows: usize, cols: usize, seed: u64) -> Matrix {
         let mut random = Random(seed);
         let (_, block_bytes) = ggml::block(format).unwrap();
         let mut bytes: Vec<u8> = (0..rows * format.row_bytes(cols).unwrap()).map(|_| random.bits() as u8).collect();
         for block in bytes.chunks_exact_mut(block_bytes) {
-            for &at in halves(format) {
+            for &at in scales_at(format) {
                 let v = random.below(0x7c00) as u16 | (random.below(2) as u16) << 15;
                 block[at..at + 2].copy_from_slice(&v.to_le_bytes());
             }

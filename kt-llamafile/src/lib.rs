@@ -1,8 +1,9 @@
-//! Experts of GGUF files: all block types but IQ1, IQ2 and IQ3, from AVX2 to AVX-512 with VNNI.
+//! Experts of GGUF files: every block type, from AVX2 to AVX-512 with VNNI.
 //!
-//! Blocks are repacked at load: the same bits, ordered so that a panel of 16 outputs is read as streams of lines (`layout.rs`); it costs
-//! 0 to 3 % more memory than the file has bytes, up to 19 % for the smallest types, and the plan counts it. What a line holds is said in `lines.rs`; the products themselves are
-//! those of kt-avx512, where lines are unpacked in registers for few rows, and once per panel into the cache for many. So
+//! Most blocks are repacked at load: the same bits, ordered so that a panel of 16 outputs is read as streams of lines (`layout.rs`). It costs
+//! 0 to 4 % more memory than the file has bytes (TQ1_0: 22 %), and the plan counts it. Those of IQ1, IQ2 and IQ3 stay in the file and are decoded into
+//! the cache (`blocks.rs`). What a line holds is said in `lines.rs`; the products themselves are those of kt-avx512. `PERFORMANCE.md` says what limits them.
+//! Lines are unpacked in registers for few rows, and once per panel into the cache for many, with the same sums. So
 //! **each number comes out bit for bit the same on every tier, for any number of rows and any cut of the outputs**. On other
 //! architectures than x86-64 the crate has no backend.
 

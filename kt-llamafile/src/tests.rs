@@ -46,8 +46,8 @@ fn scale(random: &mut Random) -> [u8; 2] {
     ((bits as u16 & 0x83ff) | (6 + (bits >> 32) as u16 % 4) << 10).to_le_bytes()
 }
 
-/// Byte offsets of the F16 scales in a block.
-fn scales_at(format: Format) -> &'static [usize] {
+/// Byte offsets of the F16 numbers in a block: scales and minima.
+pub(crate) fn scales_at(format: Format) -> &'static [usize] {
     match format {
         // IQ1_M has its scale in pieces.
         Format::Mxfp4Ggml | Format::Iq1M => &[],
