@@ -27,8 +27,8 @@ mod x86 {
         let source = SyntheticSource::builder().hidden(cols).intermediate(outputs).format(format).build();
         let matrix = source.and_then(|s| s.matrix(0, 0, Proj::Gate)).expect("a shape that every format can have");
         let Some(bytes) = kernel.packed_bytes(format, outputs, cols) else { return Weights::in_place(matrix) };
-        let mut pages = zeroed_pages(bytes).expect("a few MiB");
-        kernel.pack(&matrix, &mut pages[..bytes]);
+        let mut pages = zeroed_pages(bytes, Default::default()).expect("a few MiB");
+        kernel.pack(&matrix, 0..outputs, &mut pages[..bytes]);
         Weights::packed(format, outputs, cols, bytes::Bytes::from_owner(pages).slice(..bytes))
     }
 

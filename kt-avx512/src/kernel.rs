@@ -128,8 +128,8 @@ impl Kernel for Avx {
         Some(rows.div_ceil(PANEL) * Layout::new(format, cols).panel_bytes)
     }
 
-    fn pack(self, matrix: &Matrix, out: &mut [u8]) {
-        layout::pack(matrix, out);
+    fn pack(self, matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
+        layout::pack(matrix, rows, out);
     }
 
     fn pack_input(self, layout: InputLayout, x: &[f32], out: &mut [u8]) {

@@ -31,6 +31,8 @@
 //! to a power of two per output, which is exact for BF16 and F16 scales (unless one output's scales span more than 2^28), and rounds
 //! F32 scales to 11 bits (2.4e-4 at most, a twentieth of what rounding inputs to int8 costs). An output with one scale keeps it as F32.
 
+use std::ops::Range;
+
 use half::f16;
 use kt_core::cpu::input::BLOCK;
 use kt_core::format::mx;
@@ -107,13 +109,12 @@ impl Layout {
     }
 }
 
-/// Packs `matrix` into `out`, which is zeroed.
-pub(crate) fn pack(matrix: &Matrix, out: &mut [u8]) {
+/// Packs rows `rows` of `matrix` into `out`, which is zeroed.
+pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
     let format = matrix.format();
     let layout = Layout::new(format, matrix.cols());
-    for (panel, out) in out.chunks_exact_mut(layout.panel_bytes).enumerate() {
-        let first = panel * PANEL;
-        let outputs = PANEL.min(matrix.rows() - first);
+    for (first, out) in rows.clone().step_by(PANEL).zip(out.chunks_exact_mut(layout.panel_bytes)) {
+        let outputs = PANEL.min(rows.end - first);
         let (lines, scales) = out.split_at_mut(layout.outputs_at);
         for o in 0..outputs {
             let codes = matrix.row(first + o);

@@ -91,7 +91,7 @@ fn pack(kernel: Avx, matrix: &Matrix) -> Weights {
     assert_eq!(bytes % 64, 0);
     let mut memory = AlignedBytes::default();
     let out = memory.get(bytes);
-    kernel.pack(matrix, out);
+    kernel.pack(matrix, 0..rows, out);
     Weights::packed(format, rows, cols, out.to_vec().into())
 }
 

@@ -9,6 +9,7 @@
 
 mod case;
 mod compare;
+mod dispatch;
 mod record;
 mod scheduling;
 mod shape;
@@ -23,6 +24,7 @@ use kt::{Experts, Fit, Format, Runtime};
 
 use self::case::{Caller, Quartiles};
 use self::compare::{Comparison, Earlier};
+use self::dispatch::{Dispatch, Shared};
 use self::record::{Line, Machine};
 use self::scheduling::Scheduling;
 use self::shape::{Formats, Shape, Shapes};
@@ -63,6 +65,9 @@ pub struct BenchArgs {
     /// Measure what a call of one token takes beside its products, in place of the cases.
     #[arg(long, conflicts_with_all = ["compare", "tokens"])]
     scheduling: bool,
+    /// Measure how long it takes to hand work to threads, beside rayon; and a layer's calls beside a busy process.
+    #[arg(long, conflicts_with_all = ["compare", "tokens", "scheduling"])]
+    dispatch: bool,
     #[command(flatten)]
     runtime: RuntimeArgs,
 }
@@ -86,7 +91,9 @@ pub fn run(mut args: BenchArgs) -> anyhow::Result<()> {
     let runtime = args.runtime.build()?;
     // What a format cannot have is told before anything is measured.
     let layers = layers(&runtime, &args)?;
-    if args.scheduling {
+    if args.dispatch {
+        measure_dispatch(&runtime, &args, &layers)
+    } else if args.scheduling {
         measure_scheduling(&runtime, &args, &layers)
     } else {
         measure(&runtime, &args, &layers, earlier)
@@ -133,7 +140,7 @@ fn measure(
     let cap = args.runtime.isa.unwrap_or(Tier::Amx);
     let machine = Machine::here(&system, Tier::detect(cap).to_string(), runtime.threads());
     let bytes = READ_BYTES.min(system.available().bytes / 8);
-    let meter = Meter::new(runtime.threads(), &system.allowed_cpus(), bytes, cap)?;
+    let meter = Meter::new(runtime.threads(), system.topology().allowed(), bytes, cap)?;
     let limits = meter.measure();
     // Of JSON, only that goes to standard output.
     let say = |text: String| if args.json { eprintln!("{text}") } else { println!("{text}") };
@@ -233,6 +240,24 @@ fn measure_scheduling(runtime: &Runtime, args: &BenchArgs, layers: &[(&Shape, Ve
             } else {
                 println!("{}", scheduling.row(one_token_us));
             }
+        }
+    }
+    Ok(())
+}
+
+fn measure_dispatch(runtime: &Runtime, args: &BenchArgs, layers: &[(&Shape, Vec<Format>)]) -> anyhow::Result<()> {
+    if !args.json {
+        println!("{}", Dispatch::header());
+    }
+    for line in dispatch::measure(runtime.threads(), args.seconds * 6.0)? {
+        println!("{}", if args.json { line.to_json().to_string() } else { line.row() });
+    }
+    let cpus = runtime.team().topology().allowed().len();
+    for (shape, formats) in layers {
+        for &format in formats {
+            let (experts, _) = load(runtime, args, shape, format)?;
+            let shared = Shared::measure(&experts, shape, (runtime.threads(), cpus), args.seconds * 4.0)?;
+            println!("{}", if args.json { shared.to_json().to_string() } else { shared.row() });
         }
     }
     Ok(())

@@ -1,13 +1,14 @@
 //! `kt doctor`: what this machine offers, what keeps it from more, and how to mend that.
 
-use kt::cpu::team;
+use kt::cpu::memory::zeroed_pages;
 use kt::cpu::tier::Tier;
+use kt::cpu::topology::{Node, Topology, cpu_ranges};
 use kt::plan::human_bytes;
 use kt::{Format, LayerSpec};
 
 use crate::limits::{Limits, Meter, READ_BYTES};
 use crate::options::threads_text;
-use crate::system::{System, cpu_ranges};
+use crate::system::System;
 
 /// Look at this machine: CPU, backends, memory, NUMA, GPU; each line OK, or WARN with what to do.
 #[derive(Debug, clap::Args)]
@@ -44,8 +45,9 @@ pub fn run(args: DoctorArgs) -> anyhow::Result<()> {
     let system = System::here();
     let mut checks = vec![cpu(&system), tiers()];
     checks.extend(backends(kt::registry(Tier::Amx)));
-    checks.push(cores(&system, team::allowed_cpus()));
-    checks.push(numa(&system));
+    let topology = system.topology();
+    checks.push(cores(&topology));
+    checks.push(numa(&topology, try_binding(&topology)));
     checks.push(memory(&system));
     checks.push(swap(&system));
     checks.push(huge_pages(&system));
@@ -55,7 +57,7 @@ pub fn run(args: DoctorArgs) -> anyhow::Result<()> {
     let limits = match args.measure {
         true => {
             let bytes = READ_BYTES.min(system.available().bytes / 4);
-            Some(Meter::new(team::allowed_cpus(), &system.allowed_cpus(), bytes, Tier::Amx)?.measure())
+            Some(Meter::new(topology.default_threads(), topology.allowed(), bytes, Tier::Amx)?.measure())
         }
         false => None,
     };
@@ -189,22 +191,20 @@ fn example_layer(format: Format) -> LayerSpec {
     }
 }
 
-fn cores(system: &System, threads: usize) -> Check {
-    let (online, allowed) = (system.online_cpus(), system.allowed_cpus());
-    let cores = system.cores(&allowed);
-    let quota = system.cpu_quota();
-    let mut text = format!("{} online, {} allowed ({})", online.len(), allowed.len(), cpu_ranges(&allowed));
-    if cores > 0 && cores < allowed.len() {
+fn cores(topology: &Topology) -> Check {
+    let (online, allowed, cores) = (topology.online(), topology.allowed(), topology.cores());
+    let mut text = format!("{} online, {} allowed ({})", online.len(), allowed.len(), cpu_ranges(allowed));
+    if cores < allowed.len() {
         text += &format!(" on {cores} cores (SMT)");
     } else {
         text += ", no SMT siblings";
     }
-    match &quota {
+    match topology.quota() {
         Some(q) => text += &format!(", quota of {:.2} CPUs ({})", q.cpus, q.file.display()),
         None => text += ", no quota",
     }
-    text += &format!("; kt uses {}", threads_text(threads));
-    if let Some(q) = quota.filter(|q| q.cpus < allowed.len() as f64) {
+    text += &format!("; kt uses {}", threads_text(topology.default_threads()));
+    if let Some(q) = topology.quota().filter(|q| q.cpus < allowed.len() as f64) {
         return Check::warn(
             "cores",
             text,
@@ -221,15 +221,29 @@ fn cores(system: &System, threads: usize) -> Check {
             "the process is kept to some of the CPUs (taskset, cpuset or container); widen that if it is not on purpose",
         );
     }
-    if cores > 0 && cores < allowed.len() {
-        text += &format!(" (two threads share a core's multiply units: try --threads {cores})");
+    if cores < allowed.len() {
+        text += &format!(
+            " (siblings share a core's multiply units; where they help, --threads {})",
+            topology.most_threads()
+        );
     }
     Check::ok("cores", text)
 }
 
-fn numa(system: &System) -> Check {
-    let nodes = system.nodes();
-    let describe = |n: &crate::system::Node| {
+/// Whether a thread and its memory can be bound to where they belong, tried on a thread of its own.
+fn try_binding(topology: &Topology) -> Result<(), String> {
+    let topology = topology.clone();
+    let Some(share) = topology.allot(1).into_iter().next() else { return Ok(()) };
+    let attempt = move || {
+        topology.bind_thread(&share.cpus)?;
+        let mut pages = zeroed_pages(1 << 16, Default::default()).map_err(|e| e.to_string())?;
+        topology.bind_memory(&mut pages, share.node)
+    };
+    std::thread::spawn(attempt).join().unwrap_or_else(|_| Err("the attempt failed".into()))
+}
+
+fn numa(topology: &Topology, binding: Result<(), String>) -> Check {
+    let describe = |n: &Node| {
         let cpus = if n.cpus.is_empty() { "no CPUs".into() } else { format!("CPUs {}", cpu_ranges(&n.cpus)) };
         match n.total_bytes {
             0 => format!("node {}: {cpus}, no memory", n.index),
@@ -238,15 +252,22 @@ fn numa(system: &System) -> Check {
             }
         }
     };
-    let text = nodes.iter().map(describe).collect::<Vec<_>>().join("; ");
-    match nodes.iter().filter(|n| n.total_bytes > 0).count() {
-        0 if nodes.is_empty() => Check::ok("numa", "the system names no nodes: one pool of memory"),
-        0 | 1 => Check::ok("numa", text),
-        _ => Check::warn(
+    let mut text = topology.nodes().iter().map(describe).collect::<Vec<_>>().join("; ");
+    let used = topology.allot(topology.default_threads()).len();
+    for note in topology.notes().iter().filter(|n| n.starts_with("node ")) {
+        text += &format!("; {note}");
+    }
+    if used <= 1 {
+        return Check::ok("numa", text);
+    }
+    text += &format!("; every expert is divided over {used} nodes");
+    match binding {
+        Ok(()) => Check::ok("numa", text),
+        Err(why) => Check::warn(
             "numa",
-            text,
-            "this build does not place weights by node; start it under `numactl --interleave=all` to use the bandwidth of \
-             all of them, or keep it on one: `numactl --cpunodebind=0 --membind=0`",
+            format!("{text}; binding is refused: {why}"),
+            "threads of each node touch its weights first, which helps only as far as they stay there; in a container, allow the calls \
+             (docker: --cap-add SYS_NICE)",
         ),
     }
 }
@@ -293,16 +314,22 @@ fn swap(system: &System) -> Check {
 }
 
 fn huge_pages(system: &System) -> Check {
+    let reserved = match system.reserved_huge_pages() {
+        Some((all, free)) if all > 0 => {
+            format!("; {all} pages of 2 MiB are reserved, {free} of them free (used with --huge-pages reserved)")
+        }
+        _ => String::new(),
+    };
     match system.huge_pages().as_deref() {
         Some(setting @ ("always" | "madvise")) => {
-            Check::ok("huge pages", format!("transparent huge pages: {setting}; packed weights ask for them"))
+            Check::ok("huge pages", format!("transparent huge pages: {setting}; packed weights ask for them{reserved}"))
         }
         Some(setting) => Check::warn(
             "huge pages",
-            format!("transparent huge pages: {setting}; every 4 KiB of weights costs an address translation"),
+            format!("transparent huge pages: {setting}; every 4 KiB of weights costs an address translation{reserved}"),
             "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
         ),
-        None => Check::ok("huge pages", "the system has no setting for transparent huge pages"),
+        None => Check::ok("huge pages", format!("the system has no setting for transparent huge pages{reserved}")),
     }
 }
 
@@ -369,14 +396,14 @@ mod tests {
             ],
         );
         let s = tree.system();
-        let cores = cores(&s, 1);
+        let cores = cores(&s.topology());
         assert!(cores.mend.is_some() && cores.text.contains("quota of 1.50 CPUs"), "{}", text(&cores));
         let memory = memory(&s);
         assert!(memory.mend.is_some() && memory.text.contains("may take 3.00 GiB"), "{}", text(&memory));
         assert!(memory.text.contains("memory.max"), "{}", text(&memory));
         assert!(swap(&s).mend.is_some() && overcommit(&s).mend.is_some());
         assert!(text(&huge_pages(&s)).contains("never") && huge_pages(&s).mend.is_some());
-        assert_eq!(numa(&s).mend, None);
+        assert_eq!(numa(&s.topology(), Ok(())).mend, None);
         assert_eq!(gpu(&s).mend, None);
     }
 
@@ -395,7 +422,8 @@ mod tests {
             ],
         );
         let s = tree.system();
-        for c in [cpu(&s), cores(&s, 2), numa(&s), memory(&s), swap(&s), huge_pages(&s), overcommit(&s), gpu(&s)] {
+        let t = s.topology();
+        for c in [cpu(&s), cores(&t), numa(&t, Ok(())), memory(&s), swap(&s), huge_pages(&s), overcommit(&s), gpu(&s)] {
             assert_eq!(c.mend, None, "{}: {}", c.name, c.text);
         }
         assert!(cpu(&s).text.contains("Some CPU") && cpu(&s).text.contains("avx2 fma f16c"));
@@ -418,12 +446,29 @@ mod tests {
         );
         let s = tree.system();
         assert!(cpu(&s).mend.is_some());
-        assert!(cores(&s, 1).mend.is_some(), "{}", text(&cores(&s, 1)));
-        let numa = numa(&s);
+        let t = s.topology();
+        assert!(cores(&t).mend.is_some(), "{}", text(&cores(&t)));
+        let one = numa(&t, Ok(()));
+        assert!(one.mend.is_none() && one.text.contains("node 1: no CPUs, 2.00 GiB (1.00 GiB free)"), "{}", text(&one));
+        assert!(one.text.contains("node 1: no weights there"), "{}", one.text);
+        let two = Tree::new(
+            "doctor-two-nodes",
+            &[
+                ("sys/devices/system/cpu/online", "0-1\n"),
+                ("sys/devices/system/node/node0/cpulist", "0\n"),
+                ("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal: 2097152 kB\n"),
+                ("sys/devices/system/node/node1/cpulist", "1\n"),
+                ("sys/devices/system/node/node1/meminfo", "Node 1 MemTotal: 2097152 kB\n"),
+            ],
+        );
+        let t = two.system().topology();
+        let bound = numa(&t, Ok(()));
+        assert!(bound.mend.is_none() && bound.text.contains("divided over 2 nodes"), "{}", text(&bound));
+        let refused = numa(&t, try_binding(&t));
         assert!(
-            numa.mend.is_some() && numa.text.contains("node 1: CPUs 1, 2.00 GiB (1.00 GiB free)"),
+            text(&refused).contains("SYS_NICE") && refused.text.contains("not this machine's"),
             "{}",
-            text(&numa)
+            text(&refused)
         );
         assert!(gpu(&s).mend.is_some() && gpu(&s).text.contains("NVRM version: 570.1"));
         assert!(memory(&s).mend.is_some(), "no /proc/meminfo");

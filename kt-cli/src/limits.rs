@@ -197,7 +197,7 @@ impl Meter {
     pub fn new(threads: usize, cpus: &[usize], read_bytes: u64, cap: Tier) -> anyhow::Result<Meter> {
         let threads = threads.max(1);
         let slice = (read_bytes as usize / threads).next_multiple_of(CHUNK_BYTES).max(CHUNK_BYTES);
-        let mut map = zeroed_pages(slice * threads)?;
+        let mut map = zeroed_pages(slice * threads, Default::default())?;
         std::thread::scope(|scope| {
             for (thread, mine) in map.chunks_exact_mut(slice).enumerate() {
                 scope.spawn(move || {

@@ -1,13 +1,53 @@
 //! Options that several commands share.
 
+use std::time::Duration;
+
+use kt::cpu::memory::HugePages;
+use kt::cpu::team::{Pin, Team};
 use kt::cpu::tier::Tier;
+
+/// [`Pin`] as an option.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum PinArg {
+    /// To the CPUs of their NUMA node, where there are several nodes.
+    #[default]
+    Node,
+    /// Each to one CPU.
+    Cpu,
+    /// To none.
+    No,
+}
+
+/// [`HugePages`] as an option.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum HugePagesArg {
+    /// The system's usual pages.
+    No,
+    /// Transparent huge pages, where the system gives them.
+    #[default]
+    Transparent,
+    /// Reserved pages of 2 MiB while they last, else transparent ones.
+    Reserved,
+}
 
 /// Which runtime to build.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct RuntimeArgs {
-    /// Threads to compute with [default: the CPUs that this process may use].
+    /// Threads to compute with [default: the physical cores that this process may use].
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
+    /// Use only these NUMA nodes, e.g. 0,1 [default: all].
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub nodes: Option<Vec<usize>>,
+    /// Keep threads to their node, each to one CPU, or to none.
+    #[arg(long, value_enum, value_name = "WHERE", default_value_t)]
+    pub pin: PinArg,
+    /// Microseconds that a thread without work spins before it sleeps [default: 60].
+    #[arg(long, value_name = "US")]
+    pub spin: Option<u64>,
+    /// Pages for packed weights.
+    #[arg(long, value_enum, value_name = "KIND", default_value_t)]
+    pub huge_pages: HugePagesArg,
     /// Use only this backend [default: the best for each layer].
     #[arg(long, value_name = "NAME")]
     pub backend: Option<String>,
@@ -20,12 +60,27 @@ impl RuntimeArgs {
     /// Builds it.
     ///
     /// # Errors
-    /// The named backend does not exist or cannot run here.
+    /// The named backend does not exist or cannot run here, or a node cannot be used.
     pub fn build(&self) -> kt::Result<kt::Runtime> {
-        let mut builder = kt::runtime();
+        let mut team = Team::builder().pin(match self.pin {
+            PinArg::Node => Pin::Node,
+            PinArg::Cpu => Pin::Cpu,
+            PinArg::No => Pin::No,
+        });
         if let Some(threads) = self.threads {
-            builder = builder.threads(threads);
+            team = team.threads(threads);
         }
+        if let Some(nodes) = &self.nodes {
+            team = team.nodes(nodes);
+        }
+        if let Some(spin) = self.spin {
+            team = team.spin(Duration::from_micros(spin));
+        }
+        let mut builder = kt::runtime().team(team.build()?).huge_pages(match self.huge_pages {
+            HugePagesArg::No => HugePages::No,
+            HugePagesArg::Transparent => HugePages::Transparent,
+            HugePagesArg::Reserved => HugePages::Reserved,
+        });
         if let Some(backend) = &self.backend {
             builder = builder.backend(backend);
         }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::cpu::input::InputLayout;
+use crate::cpu::memory::HugePages;
 use crate::cpu::team::Team;
 use crate::error::{Error, Result, Unsupported};
 use crate::format::{Format, Matrix};
@@ -42,6 +43,45 @@ pub struct LoadContext {
     pub team: Arc<Team>,
     /// Progress and cancellation of this load.
     pub progress: Arc<Progress>,
+    /// Which pages packed weights take.
+    pub huge_pages: HugePages,
+}
+
+/// Where some of a bank's packed experts are in memory.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Residence {
+    /// The NUMA node they are meant for.
+    pub node: usize,
+    /// How many bytes.
+    pub bytes: u64,
+    /// Where their pages are: (node, share of them); empty where the system does not tell.
+    pub nodes: Vec<(usize, f64)>,
+    /// The share of them in huge pages, where the system tells.
+    pub huge: Option<f64>,
+    /// Why they are not bound to their node, if they had to be.
+    pub unbound: Option<String>,
+}
+
+impl Residence {
+    /// Counts `other`, meant for the same node, in.
+    pub(crate) fn add(&mut self, other: &Residence) {
+        let all = (self.bytes + other.bytes).max(1) as f64;
+        let (a, b) = (self.bytes as f64 / all, other.bytes as f64 / all);
+        self.nodes.iter_mut().for_each(|n| n.1 *= a);
+        for &(node, share) in &other.nodes {
+            match self.nodes.iter_mut().find(|n| n.0 == node) {
+                Some(n) => n.1 += share * b,
+                None => self.nodes.push((node, share * b)),
+            }
+        }
+        self.nodes.sort_by_key(|n| n.0);
+        self.huge = match (self.huge, other.huge) {
+            (Some(x), Some(y)) => Some(x * a + y * b),
+            (x, y) => x.or(y),
+        };
+        self.bytes += other.bytes;
+        self.unbound = self.unbound.take().or_else(|| other.unbound.clone());
+    }
 }
 
 /// Progress of a load, and the switch that cancels it.
@@ -132,6 +172,11 @@ pub trait ExpertBank: Send + Sync {
 
     /// Bytes of the backend's own memory that hold the packed experts.
     fn packed_bytes(&self) -> u64;
+
+    /// Where these bytes are, for backends that keep them in host memory.
+    fn residence(&self) -> Vec<Residence> {
+        Vec::new()
+    }
 
     /// Does the work on the calling thread and the backend's, returning when done.
     ///

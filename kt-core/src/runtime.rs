@@ -3,9 +3,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Progress};
+use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Progress, Residence};
 use crate::batch::{Batch, NO_EXPERT};
-use crate::cpu::team::{Team, allowed_cpus};
+use crate::cpu::memory::HugePages;
+use crate::cpu::team::Team;
 use crate::cpu::tier::Tier;
 use crate::error::{Error, Result, Unsupported};
 use crate::format::{Format, Matrix};
@@ -36,6 +37,8 @@ pub struct RuntimeBuilder {
     registry: fn(Tier) -> Vec<Candidate>,
     own: Vec<Candidate>,
     threads: Option<usize>,
+    team: Option<Arc<Team>>,
+    huge_pages: HugePages,
     backend: Option<String>,
     max_tier: Tier,
     memory_limit: Option<u64>,
@@ -49,6 +52,8 @@ impl RuntimeBuilder {
             registry,
             own: Vec::new(),
             threads: None,
+            team: None,
+            huge_pages: HugePages::default(),
             backend: None,
             max_tier: Tier::Amx,
             memory_limit: None,
@@ -56,9 +61,22 @@ impl RuntimeBuilder {
         }
     }
 
-    /// Threads to compute with, the caller's counted; default and maximum are the CPUs that this process may use.
+    /// Threads to compute with, the caller's counted. Default: the physical cores that this process may use; maximum: its CPUs.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
+        self
+    }
+
+    /// The threads to compute with, in place of a team of the runtime's own: [`Team::builder`] says where they run and how long they spin, or
+    /// takes an application's pool. Runtimes may share one.
+    pub fn team(mut self, team: Arc<Team>) -> Self {
+        self.team = Some(team);
+        self
+    }
+
+    /// Which pages packed weights take.
+    pub fn huge_pages(mut self, huge_pages: HugePages) -> Self {
+        self.huge_pages = huge_pages;
         self
     }
 
@@ -96,10 +114,14 @@ impl RuntimeBuilder {
     /// Builds the runtime and starts its threads.
     ///
     /// # Errors
-    /// The named backend does not exist or cannot run on this machine (the error says why), or a number is 0.
+    /// The named backend does not exist or cannot run on this machine (the error says why), a number is 0, or both a team and a number of
+    /// threads were given.
     pub fn build(self) -> Result<Runtime> {
         if self.threads == Some(0) || self.pass_tokens == 0 {
             return Err(Error::Invalid("threads and pass_tokens must be at least 1".into()));
+        }
+        if self.threads.is_some() && self.team.is_some() {
+            return Err(Error::Invalid("give either a team or a number of threads: a team has its own".into()));
         }
         let mut candidates = self.own;
         candidates.extend((self.registry)(self.max_tier));
@@ -120,8 +142,14 @@ impl RuntimeBuilder {
                 _ => {}
             }
         }
+        let team = match (self.team, self.threads) {
+            (Some(team), _) => team,
+            (None, Some(threads)) => Team::builder().threads(threads).build()?,
+            (None, None) => Team::builder().build()?,
+        };
         Ok(Runtime {
-            team: Team::new(self.threads.unwrap_or_else(allowed_cpus))?,
+            team,
+            huge_pages: self.huge_pages,
             candidates,
             memory_limit: self.memory_limit,
             pass_tokens: self.pass_tokens,
@@ -132,6 +160,7 @@ impl RuntimeBuilder {
 /// Backends and threads. Several may live in one process.
 pub struct Runtime {
     team: Arc<Team>,
+    huge_pages: HugePages,
     candidates: Vec<Candidate>,
     memory_limit: Option<u64>,
     pass_tokens: usize,
@@ -157,6 +186,11 @@ impl Runtime {
     /// Threads of the team, the caller's counted.
     pub fn threads(&self) -> usize {
         self.team.threads()
+    }
+
+    /// The threads it computes with.
+    pub fn team(&self) -> &Arc<Team> {
+        &self.team
     }
 
     /// The backends it may choose from, with the reason for those that cannot run here.
@@ -272,7 +306,7 @@ impl Runtime {
         if plan.verdict() == Verdict::Refuse {
             return Err(Error::Memory(Box::new(plan)));
         }
-        let context = LoadContext { team: self.team.clone(), progress: options.progress };
+        let context = LoadContext { team: self.team.clone(), progress: options.progress, huge_pages: self.huge_pages };
         context.progress.start(plan.layers.iter().map(|l| l.stored_bytes).sum());
         let mut layers = Vec::new();
         for spec in source.layers() {
@@ -307,7 +341,7 @@ impl Runtime {
     pub fn linear(&self, matrix: &Matrix) -> Result<Linear> {
         let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
         let choice = self.choose_linear(format, rows, cols)?;
-        let context = LoadContext { team: self.team.clone(), progress: Arc::default() };
+        let context = LoadContext { team: self.team.clone(), progress: Arc::default(), huge_pages: self.huge_pages };
         let op = choice.backend.linear(matrix, &context)?;
         Ok(Linear { op, backend: choice.backend.name().into(), tier: choice.fit.tier })
     }
@@ -398,6 +432,19 @@ impl Experts {
     /// All expert layers, by rising index.
     pub fn layers(&self) -> &[Arc<LayerExperts>] {
         &self.layers
+    }
+
+    /// Where packed experts are in memory, by node; what a bank could not bind, with the reason.
+    pub fn residence(&self) -> Vec<Residence> {
+        let mut nodes: Vec<Residence> = Vec::new();
+        for r in self.layers.iter().flat_map(|l| &l.banks).flat_map(|b| b.experts.residence()) {
+            match nodes.iter_mut().find(|n| n.node == r.node) {
+                Some(n) => n.add(&r),
+                None => nodes.push(r),
+            }
+        }
+        nodes.sort_by_key(|n| n.node);
+        nodes
     }
 
     /// Bytes of memory that hold packed experts.

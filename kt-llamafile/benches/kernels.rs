@@ -47,7 +47,7 @@ fn matrices(format: Format, (rows, cols): (usize, usize)) -> Vec<Weights> {
     let kernel = Llamafile::detect(Tier::Amx).expect("a kernel to bench");
     let matrix = Matrix::new(format, rows, cols, codes.into(), None).expect("a valid matrix");
     let mut packed = vec![0; kernel.packed_bytes(format, rows, cols).expect("packed")];
-    kernel.pack(&matrix, &mut packed);
+    kernel.pack(&matrix, 0..rows, &mut packed);
     let copies = WEIGHT_BYTES.div_ceil(packed.len());
     (0..copies).map(|_| Weights::packed(format, rows, cols, packed.clone().into())).collect()
 }

@@ -66,8 +66,8 @@ impl Kernel for Llamafile {
         (!in_place(format)).then(|| rows.div_ceil(PANEL) * packed_layout(format, cols).panel_bytes)
     }
 
-    fn pack(self, matrix: &Matrix, out: &mut [u8]) {
-        layout::pack(matrix, out);
+    fn pack(self, matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
+        layout::pack(matrix, rows, out);
     }
 
     fn pack_input(self, layout: InputLayout, x: &[f32], out: &mut [u8]) {

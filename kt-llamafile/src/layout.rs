@@ -38,6 +38,8 @@
 //! is rounded. What pads outputs and columns is zero in every part, which adds nothing to a product: scales and minima are
 //! zero, or (MXFP4) the value of code zero is.
 
+use std::ops::Range;
+
 use kt_avx512::engine;
 use kt_avx512::engine::LINE;
 pub(crate) use kt_avx512::engine::PANEL;
@@ -129,17 +131,16 @@ pub(crate) fn packed_layout(format: Format, cols: usize) -> engine::Layout {
     }
 }
 
-/// Packs `matrix` into `out`, which is zeroed and has a whole panel for every 16 outputs or part of them.
-pub(crate) fn pack(matrix: &Matrix, out: &mut [u8]) {
+/// Packs rows `rows` of `matrix` into `out`, which is zeroed and has a whole panel for every 16 outputs or part of them.
+pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
     let format = matrix.format();
     let layout = Layout::new(format, matrix.cols());
     let (cols, bytes) = ggml::block(format).expect("types that are repacked have blocks");
     let (records, tile_bytes) = (cols / layout.group * layout.record, TILE / cols * bytes);
     let [low, high] = layout.planes.map(|bytes| bytes / BIT);
     // A matrix of no columns has panels of no bytes.
-    for (panel, out) in out.chunks_exact_mut(layout.panel_bytes().max(1)).enumerate() {
-        let first = panel * PANEL;
-        let outputs = PANEL.min(matrix.rows() - first);
+    for (first, out) in rows.clone().step_by(PANEL).zip(out.chunks_exact_mut(layout.panel_bytes().max(1))) {
+        let outputs = PANEL.min(rows.end - first);
         let (planes, scales) = out.split_at_mut(layout.groups_at);
         let (plane_0, plane_1) = planes.split_at_mut(layout.blocks * layout.planes[0]);
         let (groups, supers) = scales.split_at_mut(layout.supers_at - layout.groups_at);

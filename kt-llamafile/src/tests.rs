@@ -131,7 +131,7 @@ fn unpacked(x: &Inputs<'_>) -> Vec<f64> {
 fn pack(k: Llamafile, m: &Matrix) -> Weights {
     let Some(bytes) = k.packed_bytes(m.format(), m.rows(), m.cols()) else { return Weights::in_place(m.clone()) };
     let mut bytes = vec![0; bytes];
-    k.pack(m, &mut bytes);
+    k.pack(m, 0..m.rows(), &mut bytes);
     Weights::packed(m.format(), m.rows(), m.cols(), bytes.into())
 }
 

@@ -33,13 +33,13 @@ pub struct Machine {
 
 impl Machine {
     pub fn here(system: &System, tier: String, threads: usize) -> Machine {
-        let cpus = system.allowed_cpus();
+        let topology = system.topology();
         Machine {
             date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
             version: env!("CARGO_PKG_VERSION").into(),
             cpu: system.cpu_model().unwrap_or_else(|| "unknown".into()),
-            cores: system.cores(&cpus),
-            cpus: cpus.len(),
+            cores: topology.cores(),
+            cpus: topology.allowed().len(),
             tier,
             threads,
         }

@@ -18,11 +18,12 @@ use bytes::Bytes;
 
 use super::input::{BLOCK, InputLayout, Inputs};
 use super::kernel::{Kernel, Outputs, Scratch, Weights};
-use super::memory::{AlignedBytes, Grid, Pieces, zeroed_pages};
+use super::memory::{AlignedBytes, Grid, Pieces, huge_share, zeroed_pages};
+use super::slice::{Columns, PANEL, Sliced, cut};
 use super::team::{Region, Team};
 use super::tier::Tier;
 use crate::activation::Activation;
-use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext};
+use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Residence};
 use crate::error::{Error, Result, Unsupported};
 use crate::format::{Format, Matrix};
 use crate::layer::{LayerSpec, Proj};
@@ -83,13 +84,15 @@ impl<K: Kernel> CpuBackend<K> {
         Tier::ALL.iter().position(|&t| t == self.kernel.tier()).unwrap_or(0) as u32
     }
 
-    /// Loads one expert's three matrices: packs them into their pieces of the layer's arena, or keeps them in place.
+    /// Loads one expert's three matrices: packs each node's outputs (`cuts`) into their piece of that node's arena, or keeps
+    /// them in place.
     fn load_expert(
         &self,
         layer: &LayerSpec,
         expert: usize,
         from: &dyn WeightSource,
-        arena: &Pieces<'_, u8>,
+        cuts: &Cuts,
+        arenas: &[Pieces<'_, u8>],
         first_piece: usize,
     ) -> Result<[Option<Matrix>; 3]> {
         let mut kept = [None, None, None];
@@ -110,11 +113,15 @@ impl<K: Kernel> CpuBackend<K> {
                 )));
             }
             matrix.check_scales().map_err(fail)?;
-            let out = arena.take(first_piece + proj.index());
-            if out.is_empty() {
+            if self.kernel.packed_bytes(matrix.format(), rows, cols).is_none() {
                 kept[proj.index()] = Some(matrix);
-            } else {
-                self.kernel.pack(&matrix, out);
+                continue;
+            }
+            for (arena, rows) in arenas.iter().zip(cuts.of(proj)) {
+                let out = arena.take(first_piece + proj.index());
+                if !rows.is_empty() {
+                    self.kernel.pack(&matrix, rows.clone(), out);
+                }
             }
         }
         if kept.iter().all(Option::is_none) {
@@ -171,13 +178,21 @@ impl<K: Kernel> Backend for CpuBackend<K> {
         context: &LoadContext,
     ) -> Result<Box<dyn ExpertBank>> {
         self.probe(layer)?;
-        let sizes = Proj::ALL.map(|p| {
-            let (rows, cols) = layer.shape(p);
+        let nodes: Vec<usize> = context.team.shares().iter().map(|s| s.threads).collect();
+        let cuts: Vec<Cuts> = experts.iter().map(|&e| Cuts::new(layer, &nodes, e as usize)).collect();
+        // Bytes of a node's outputs of one matrix.
+        let bytes = |cuts: &Cuts, node: usize, p: Proj| {
+            let (rows, cols) = (cuts.of(p)[node].len(), layer.shape(p).1);
             self.kernel.packed_bytes(layer.format(p), rows, cols).unwrap_or(0)
-        });
-        let mut arena = zeroed_pages(sizes.iter().sum::<usize>() * experts.len())?;
-        let used = sizes.iter().sum::<usize>() * experts.len();
-        let pieces = Pieces::new(&mut arena[..used], experts.iter().flat_map(|_| sizes));
+        };
+        let sizes = |node: usize| cuts.iter().flat_map(move |c| Proj::ALL.map(|p| bytes(c, node, p)));
+        let mut arenas = Vec::with_capacity(nodes.len());
+        for node in 0..nodes.len() {
+            arenas.push(Arena::new(context, node, sizes(node).sum())?);
+        }
+        Arena::touch_at_home(&mut arenas, context);
+        let pieces: Vec<_> =
+            arenas.iter_mut().enumerate().map(|(node, a)| Pieces::new(a.bytes_mut(), sizes(node))).collect();
         let loaded: Vec<Mutex<Option<Result<LoadedExpert>>>> = experts.iter().map(|_| Mutex::new(None)).collect();
         let cancelled = || context.progress.advance(0).is_err();
         contain(self.name, layer.index, || {
@@ -186,7 +201,7 @@ impl<K: Kernel> Backend for CpuBackend<K> {
                     return;
                 }
                 let expert = experts[i] as usize;
-                let result = self.load_expert(layer, expert, from, &pieces, i * 3).and_then(|kept| {
+                let result = self.load_expert(layer, expert, from, &cuts[i], &pieces, i * 3).and_then(|kept| {
                     let mut biases: [Option<Vec<f32>>; 3] = [None, None, None];
                     if layer.biases {
                         for proj in Proj::ALL {
@@ -201,25 +216,27 @@ impl<K: Kernel> Backend for CpuBackend<K> {
         })?;
         drop(pieces);
         context.progress.advance(0)?;
-        let arena = arena
-            .make_read_only()
-            .map_err(|source| Error::Io { path: "(protecting packed weights)".into(), source })?;
-        let arena = Bytes::from_owner(arena);
+        let residence = arenas.iter().map(Arena::residence).collect();
+        let packed_bytes = arenas.iter().map(|a| a.len as u64).sum();
+        let arenas = arenas.into_iter().map(Arena::freeze).collect::<Result<Vec<Bytes>>>()?;
         let mut bank = Vec::with_capacity(experts.len());
-        let mut offset = 0;
-        for cell in loaded {
+        let mut offsets = vec![0; nodes.len()];
+        for (cell, cuts) in loaded.into_iter().zip(cuts) {
             let loaded = cell.into_inner().unwrap_or_else(PoisonError::into_inner).unwrap_or(Err(Error::Cancelled))?;
             let mut kept = loaded.kept.into_iter();
             let weights = Proj::ALL.map(|p| {
-                let (rows, cols) = layer.shape(p);
-                let size = sizes[p.index()];
-                offset += size;
-                match kept.next().flatten() {
-                    Some(matrix) => Weights::in_place(matrix),
-                    None => Weights::packed(layer.format(p), rows, cols, arena.slice(offset - size..offset)),
+                if let Some(matrix) = kept.next().flatten() {
+                    return Sliced::in_place(Weights::in_place(matrix));
                 }
+                let (format, cols) = (layer.format(p), layer.shape(p).1);
+                Sliced::packed(cuts.of(p).iter().enumerate().map(|(node, rows)| {
+                    let size = bytes(&cuts, node, p);
+                    offsets[node] += size;
+                    let bytes = arenas[node].slice(offsets[node] - size..offsets[node]);
+                    (rows.clone(), Weights::packed(format, rows.len(), cols, bytes))
+                }))
             });
-            bank.push(Expert { weights, biases: loaded.biases });
+            bank.push(Expert { weights, biases: loaded.biases, cuts });
         }
         let layouts = self.probe(layer)?.inputs;
         let (up_layout, _) = self.kernel.accepts(layer.format(Proj::Up), layer.intermediate, layer.hidden)?;
@@ -233,7 +250,9 @@ impl<K: Kernel> Backend for CpuBackend<K> {
             activation: layer.activation,
             layouts: [layouts[0], up_layout, layouts[1]],
             experts: bank,
-            packed_bytes: used as u64,
+            nodes,
+            packed_bytes,
+            residence,
         }))))
     }
 
@@ -255,18 +274,115 @@ impl<K: Kernel> Backend for CpuBackend<K> {
         let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
         let (layout, _) = self.kernel.accepts(format, rows, cols)?;
         matrix.check_scales().map_err(Error::Invalid)?;
-        let (weights, packed_bytes) = match self.kernel.packed_bytes(format, rows, cols) {
-            None => (Weights::in_place(matrix.clone()), 0),
-            Some(bytes) => {
-                let mut map = zeroed_pages(bytes)?;
-                contain(self.name, 0, || self.kernel.pack(matrix, &mut map[..bytes]))?;
-                let map = map
-                    .make_read_only()
-                    .map_err(|source| Error::Io { path: "(protecting packed weights)".into(), source })?;
-                (Weights::packed(format, rows, cols, Bytes::from_owner(map).slice(..bytes)), bytes as u64)
+        let nodes: Vec<usize> = context.team.shares().iter().map(|s| s.threads).collect();
+        let cuts = cut(rows, PANEL, &nodes, 0);
+        let mut packed_bytes = 0;
+        let weights = if self.kernel.packed_bytes(format, rows, cols).is_none() {
+            Sliced::in_place(Weights::in_place(matrix.clone()))
+        } else {
+            let mut slices = Vec::with_capacity(cuts.len());
+            for (node, rows) in cuts.iter().enumerate() {
+                let bytes = self.kernel.packed_bytes(format, rows.len(), cols).unwrap_or(0);
+                let mut arena = Arena::new(context, node, bytes)?;
+                contain(self.name, 0, || self.kernel.pack(matrix, rows.clone(), arena.bytes_mut()))?;
+                packed_bytes += bytes as u64;
+                slices.push((rows.clone(), Weights::packed(format, rows.len(), cols, arena.freeze()?)));
             }
+            Sliced::packed(slices)
         };
-        Ok(Box::new(CpuLinear { kernel: self.kernel, team: context.team.clone(), layout, weights, packed_bytes }))
+        Ok(Box::new(CpuLinear {
+            kernel: self.kernel,
+            team: context.team.clone(),
+            layout,
+            weights,
+            shape: (rows, cols),
+            cuts,
+            nodes,
+            packed_bytes,
+        }))
+    }
+}
+
+/// Which outputs of an expert's matrices each node of the team has.
+struct Cuts {
+    intermediate: Vec<Range<usize>>,
+    hidden: Vec<Range<usize>>,
+}
+
+impl Cuts {
+    /// `nodes` are the threads of each. Gate and up are cut by whole input blocks of down, of which a small expert has few: from expert
+    /// to expert they are dealt in turn. Down is cut alike for all experts, as its tasks go over all of them.
+    fn new(layer: &LayerSpec, nodes: &[usize], expert: usize) -> Self {
+        Cuts { intermediate: cut(layer.intermediate, BLOCK, nodes, expert), hidden: cut(layer.hidden, PANEL, nodes, 0) }
+    }
+
+    fn of(&self, proj: Proj) -> &[Range<usize>] {
+        match proj {
+            Proj::Gate | Proj::Up => &self.intermediate,
+            Proj::Down => &self.hidden,
+        }
+    }
+}
+
+/// The memory of packed weights on one node, while they are being packed.
+struct Arena {
+    map: memmap2::MmapMut,
+    len: usize,
+    node: usize,
+    /// Why its pages are not bound to the node; nothing where there is only one.
+    unbound: Option<String>,
+}
+
+impl Arena {
+    /// Memory for `len` bytes on the team's node `share`.
+    fn new(context: &LoadContext, share: usize, len: usize) -> Result<Self> {
+        let mut map = zeroed_pages(len, context.huge_pages)?;
+        let shares = context.team.shares();
+        let node = shares[share].node;
+        let mut unbound = None;
+        // With one node there is no other place, unless the application chose this one among several.
+        if shares.len() > 1 || context.team.topology().nodes().len() > 1 && !context.team.is_lent() {
+            unbound = context.team.topology().bind_memory(&mut map, node).err();
+        }
+        Ok(Arena { map, len, node, unbound })
+    }
+
+    /// Has the threads of each node touch its pages first, where binding them was refused: the system then puts them there.
+    fn touch_at_home(arenas: &mut [Arena], context: &LoadContext) {
+        const PART: usize = 16 << 20;
+        if arenas.len() == 1 || arenas.iter().all(|a| a.unbound.is_none()) {
+            return;
+        }
+        let tasks: Vec<usize> = arenas.iter().map(|a| a.len.div_ceil(PART)).collect();
+        let pieces: Vec<_> = arenas
+            .iter_mut()
+            .map(|a| {
+                let lengths = (0..a.len.div_ceil(PART)).map(|i| PART.min(a.len - i * PART)).collect::<Vec<_>>();
+                Pieces::new(a.bytes_mut(), lengths)
+            })
+            .collect();
+        context.team.region().run_at_home(&tasks, |node, part, _| pieces[node].take(part).fill(0));
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.map[..self.len]
+    }
+
+    fn residence(&self) -> Residence {
+        Residence {
+            node: self.node,
+            bytes: self.len as u64,
+            nodes: super::topology::pages_by_node(&self.map[..self.len]),
+            huge: huge_share(&self.map[..self.len]),
+            unbound: self.unbound.clone(),
+        }
+    }
+
+    /// The bytes, never to be written again.
+    fn freeze(self) -> Result<Bytes> {
+        let map = self.map.make_read_only();
+        let map = map.map_err(|source| Error::Io { path: "(protecting packed weights)".into(), source })?;
+        Ok(Bytes::from_owner(map).slice(..self.len))
     }
 }
 
@@ -276,8 +392,9 @@ struct LoadedExpert {
 }
 
 struct Expert {
-    weights: [Weights; 3],
+    weights: [Sliced; 3],
     biases: [Option<Vec<f32>>; 3],
+    cuts: Cuts,
 }
 
 impl Expert {
@@ -297,7 +414,10 @@ struct BankInner<K> {
     /// Of the inputs of gate, up and down.
     layouts: [InputLayout; 3],
     experts: Vec<Expert>,
+    /// Threads of each node.
+    nodes: Vec<usize>,
     packed_bytes: u64,
+    residence: Vec<Residence>,
 }
 
 struct CpuBank<K>(Arc<BankInner<K>>);
@@ -314,6 +434,10 @@ impl<K: Kernel> ExpertBank for CpuBank<K> {
 
     fn packed_bytes(&self) -> u64 {
         self.0.packed_bytes
+    }
+
+    fn residence(&self) -> Vec<Residence> {
+        self.0.residence.clone()
     }
 }
 
@@ -353,14 +477,10 @@ fn pack_rows<K: Kernel>(
     }
 }
 
-/// Width of output tiles: enough of them for the team, and never below the 16 outputs of a panel. The wider, the fewer times inputs are
-/// read.
-fn tile_cols(outputs: usize, row_tiles: usize, threads: usize) -> usize {
-    let mut width = 2 * BLOCK;
-    while width > 16 && outputs.div_ceil(width) * row_tiles < 4 * threads {
-        width /= 2;
-    }
-    width
+/// A task of run 2: all rows of a chunk, and some blocks of its expert's outputs.
+struct Part {
+    chunk: usize,
+    blocks: Range<usize>,
 }
 
 impl<K: Kernel> BankInner<K> {
@@ -409,42 +529,58 @@ impl<K: Kernel> BankInner<K> {
         let blocks = self.intermediate.div_ceil(BLOCK);
         let lengths = chunks.iter().flat_map(|c| (0..blocks).map(move |_| c.rows.len() * down_layout.block_bytes()));
         let pieces = Pieces::new(h, lengths);
-        let threads = region.threads();
         let call = CALLS.fetch_add(1, Ordering::Relaxed) + 1;
-        // With experts enough for all threads, each does all blocks of one, whose rows then stay in its cache.
-        let together = if chunks.len() >= 8 * threads { blocks } else { 1 };
-        let parts = chunks.len() * blocks;
-        region.run(parts / together, |task, scratch| {
-            for part in task * together..(task + 1) * together {
-                let (chunk, block) = (&chunks[part / blocks], part % blocks);
+        // With experts enough for all threads, each does all blocks of one (of its node), whose rows then stay in its cache.
+        let together = chunks.len() >= 8 * region.threads();
+        let mut parts: Vec<Vec<Part>> = self.nodes.iter().map(|_| Vec::new()).collect();
+        for (chunk, of) in chunks.iter().enumerate() {
+            for (parts, outputs) in parts.iter_mut().zip(&self.experts[of.expert].cuts.intermediate) {
+                if outputs.is_empty() {
+                    continue;
+                }
+                let blocks = outputs.start / BLOCK..outputs.end.div_ceil(BLOCK);
+                match together {
+                    true => parts.push(Part { chunk, blocks }),
+                    false => parts.extend(blocks.map(|b| Part { chunk, blocks: b..b + 1 })),
+                }
+            }
+        }
+        let tasks: Vec<usize> = parts.iter().map(Vec::len).collect();
+        region.run_lanes(&tasks, |node, task, scratch| {
+            let part = &parts[node][task];
+            let chunk = &chunks[part.chunk];
+            // The other threads of the node probably take the tasks in between.
+            let after = parts[node].get(task + self.nodes[node]).map(|p| (p.chunk, p.blocks.start));
+            for block in part.blocks.clone() {
                 let outputs = block * BLOCK..self.intermediate.min((block + 1) * BLOCK);
-                let of = (call, part / blocks);
+                let next = if block + 1 < part.blocks.end { Some((part.chunk, block + 1)) } else { after };
+                let next = next.map(|(c, block)| (&self.experts[chunks[c].expert], block * BLOCK));
                 let tokens = &row_tokens[chunk.rows.clone()];
-                // The other threads probably take the tasks in between.
-                let next =
-                    if (part + 1).is_multiple_of(together) { part + 1 + (threads - 1) * together } else { part + 1 };
-                let next = chunks.get(next / blocks).map(|chunk| (&self.experts[chunk.expert], next % blocks * BLOCK));
-                self.gate_up((chunk, of), (outputs, next), [gate_x, up_x], tokens, pieces.take(part), scratch);
+                let h = pieces.take(part.chunk * blocks + block);
+                self.gate_up((chunk, (call, part.chunk)), (outputs, next), [gate_x, up_x], tokens, h, scratch);
             }
         });
         drop(pieces);
 
         let h = &*h;
         // All tokens in one tile: cut, an expert's rows would be fewer than it has, and its weights read again.
-        let width = tile_cols(hidden, 1, region.threads());
-        let grid = Grid::new(&mut work.output, tokens, hidden, tokens, width);
-        region.run(grid.tiles(), |task, scratch| {
-            let mut tile = grid.take(task);
+        let columns = match self.experts.first() {
+            Some(e) => Columns::new(&e.cuts.hidden, &self.nodes, 1),
+            None => Columns::new(&[], &[], 1),
+        };
+        let tasks: Vec<usize> = columns.lanes.iter().map(Range::len).collect();
+        let grid = Grid::new(&mut work.output, tokens, tokens, &columns.ends);
+        region.run_lanes(&tasks, |node, task, scratch| {
+            let mut tile = grid.take(0, columns.lanes[node].start + task);
             let mut y = std::mem::take(&mut scratch.tiles[0]);
             for (i, chunk) in chunks.iter().enumerate() {
                 let expert = &self.experts[chunk.expert];
                 let width = tile.cols.len();
                 y.resize(chunk.rows.len() * width, 0.0);
                 let x = Inputs::new(down_layout, chunk.rows.len(), self.intermediate, &h[chunk.h.clone()]);
-                let weights = &expert.weights[Proj::Down.index()];
                 let following = chunks.get(i + 1).map(|next| &self.experts[next.expert]);
-                let next = following.map(|next| (&next.weights[Proj::Down.index()], tile.cols.start));
-                let outputs = Outputs { of: weights, range: tile.cols.clone(), next };
+                let next = following.map(|next| next.weights[Proj::Down.index()].at(tile.cols.start));
+                let outputs = Outputs { next, ..expert.weights[Proj::Down.index()].outputs(tile.cols.clone()) };
                 kernel.product(outputs, x, 0..chunk.rows.len(), &mut y, scratch);
                 let bias = expert.bias(Proj::Down, tile.cols.clone());
                 for (row, y) in work.rows[chunk.rows.clone()].iter().zip(y.chunks_exact_mut(width)) {
@@ -477,13 +613,13 @@ impl<K: Kernel> BankInner<K> {
         let gate_x = of_gate.rows(x[0], tokens, of);
         let up_x = if self.layouts[1] == self.layouts[0] { gate_x.clone() } else { of_up.rows(x[1], tokens, of) };
         let weights = |proj: Proj| &expert.weights[proj.index()];
-        let after_gate = Some((weights(Proj::Up), outputs.start));
-        let after_up = next.map(|(expert, start)| (&expert.weights[Proj::Gate.index()], start));
+        let after_gate = Some(weights(Proj::Up).at(outputs.start));
+        let after_up = next.map(|(expert, start)| expert.weights[Proj::Gate.index()].at(start));
         for (proj, (x, rows), tile, next) in
             [(Proj::Gate, gate_x, &mut gate, after_gate), (Proj::Up, up_x, &mut up, after_up)]
         {
             tile.resize(tokens.len() * width, 0.0);
-            let part = Outputs { of: weights(proj), range: outputs.clone(), next };
+            let part = Outputs { next, ..weights(proj).outputs(outputs.clone()) };
             self.kernel.product(part, x, rows, tile, scratch);
             if let Some(bias) = expert.bias(proj, outputs.clone()) {
                 for row in tile.chunks_exact_mut(width) {
@@ -505,17 +641,22 @@ struct CpuLinear<K> {
     kernel: K,
     team: Arc<Team>,
     layout: InputLayout,
-    weights: Weights,
+    weights: Sliced,
+    /// Outputs and inputs.
+    shape: (usize, usize),
+    /// The outputs of each node, and its threads.
+    cuts: Vec<Range<usize>>,
+    nodes: Vec<usize>,
     packed_bytes: u64,
 }
 
 impl<K: Kernel> LinearOp for CpuLinear<K> {
     fn rows(&self) -> usize {
-        self.weights.rows()
+        self.shape.0
     }
 
     fn cols(&self) -> usize {
-        self.weights.cols()
+        self.shape.1
     }
 
     fn packed_bytes(&self) -> u64 {
@@ -540,14 +681,16 @@ impl<K: Kernel> LinearOp for CpuLinear<K> {
                 true
             });
             let inputs = Inputs::new(self.layout, n, cols, bytes);
-            let width = tile_cols(outputs, n.div_ceil(ROWS), region.threads());
-            let grid = Grid::new(y, n, outputs, ROWS, width);
-            region.run(grid.tiles(), |task, scratch| {
-                let mut tile = grid.take(task);
+            let columns = Columns::new(&self.cuts, &self.nodes, n.div_ceil(ROWS));
+            let tasks: Vec<usize> = columns.lanes.iter().map(|lane| lane.len() * n.div_ceil(ROWS)).collect();
+            let grid = Grid::new(y, n, ROWS, &columns.ends);
+            region.run_lanes(&tasks, |node, task, scratch| {
+                let lane = &columns.lanes[node];
+                let mut tile = grid.take(task / lane.len(), lane.start + task % lane.len());
                 let mut out = std::mem::take(&mut scratch.tiles[0]);
                 let width = tile.cols.len();
                 out.resize(tile.rows.len() * width, 0.0);
-                let outputs = Outputs::new(&self.weights, tile.cols.clone());
+                let outputs = self.weights.outputs(tile.cols.clone());
                 self.kernel.product(outputs, inputs, tile.rows.clone(), &mut out, scratch);
                 for (row, out) in tile.rows.clone().zip(out.chunks_exact(width)) {
                     tile.row(row).copy_from_slice(out);

@@ -130,9 +130,10 @@ pub trait Kernel: Copy + Send + Sync + 'static {
     /// Bytes of the packed matrix (a multiple of 64), or `None` when the checkpoint's bytes are used in place.
     fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize>;
 
-    /// Packs a matrix of an accepted format into `out`, which is zeroed, 64-byte aligned and of
-    /// [`packed_bytes`](Kernel::packed_bytes).
-    fn pack(self, matrix: &Matrix, out: &mut [u8]);
+    /// Packs rows `rows` of a matrix of an accepted format into `out`, which is zeroed, 64-byte aligned and of
+    /// [`packed_bytes`](Kernel::packed_bytes) for so many rows. They start at a multiple of 16, and end at one or at the matrix's end; the
+    /// bytes are the same, and in the same order, as those of these rows when the whole matrix is packed.
+    fn pack(self, matrix: &Matrix, rows: Range<usize>, out: &mut [u8]);
 
     /// Rounds up to [`input::BLOCK`] columns of one row into a block of `layout`.
     fn pack_input(self, layout: InputLayout, x: &[f32], out: &mut [u8]) {

@@ -50,19 +50,71 @@ impl AlignedBytes {
     }
 }
 
-/// Zeroed pages for packed weights, page-aligned, in huge pages where the system gives them.
+/// Which pages hold packed weights. Larger ones cost fewer address translations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum HugePages {
+    /// Those of the system's usual size.
+    No,
+    /// Transparent huge pages, where the system gives them.
+    #[default]
+    Transparent,
+    /// Pages of 2 MiB that the administrator has reserved (`vm.nr_hugepages`), as long as there are enough of them; transparent ones otherwise.
+    Reserved,
+}
+
+/// Bytes of a huge page that is asked for.
+const HUGE: usize = 2 << 20;
+
+/// Zeroed pages for packed weights, page-aligned.
 ///
 /// # Errors
 /// The system's word when it refuses.
-pub fn zeroed_pages(len: usize) -> Result<MmapMut> {
+pub fn zeroed_pages(len: usize, huge: HugePages) -> Result<MmapMut> {
+    #[cfg(target_os = "linux")]
+    if huge == HugePages::Reserved && len >= HUGE {
+        // The system reserves them all now or refuses now, so that touching them cannot fail.
+        let map = memmap2::MmapOptions::new().len(len.next_multiple_of(HUGE)).huge(Some(21)).map_anon();
+        if let Ok(map) = map {
+            return Ok(map);
+        }
+    }
     let map = MmapMut::map_anon(len.max(1))
         .map_err(|source| Error::Io { path: format!("(memory: {len} bytes for packed weights)").into(), source })?;
     #[cfg(target_os = "linux")]
-    if len >= 2 << 20 {
+    if len >= HUGE && huge != HugePages::No {
         // Advice: a system without transparent huge pages answers with an error and loses nothing.
         let _ = map.advise(memmap2::Advice::HugePage);
     }
     Ok(map)
+}
+
+/// Which part of the touched memory around `area` is in huge pages, transparent or reserved; `None` where the system does not tell.
+pub fn huge_share(area: &[u8]) -> Option<f64> {
+    let text = std::fs::read_to_string("/proc/self/smaps").ok()?;
+    let (from, to) = (area.as_ptr() as usize, area.as_ptr() as usize + area.len());
+    let (mut within, mut resident, mut huge) = (false, 0u64, 0u64);
+    for line in text.lines() {
+        let mut words = line.split_whitespace();
+        let first = words.next()?;
+        if let Some((a, b)) = first.split_once('-')
+            && let (Ok(a), Ok(b)) = (usize::from_str_radix(a, 16), usize::from_str_radix(b, 16))
+        {
+            within = a < to && from < b;
+        } else if within {
+            let kib = words.next().and_then(|n| n.parse::<u64>().ok()).unwrap_or(0);
+            match first {
+                "Rss:" => resident += kib,
+                "AnonHugePages:" => huge += kib,
+                // Reserved pages are not in Rss.
+                "Private_Hugetlb:" | "Shared_Hugetlb:" => {
+                    resident += kib;
+                    huge += kib;
+                }
+                _ => {}
+            }
+        }
+    }
+    (resident > 0).then(|| huge as f64 / resident as f64)
 }
 
 /// A buffer cut into consecutive pieces, each of which one task takes, once, from whichever thread it runs on.
@@ -131,9 +183,9 @@ impl<'a, T> Pieces<'a, T> {
 pub struct Grid<'a> {
     data: *mut f32,
     rows: usize,
-    cols: usize,
     tile_rows: usize,
-    tile_cols: usize,
+    /// Where the tiles of a row end.
+    ends: &'a [usize],
     taken: Vec<AtomicBool>,
     _borrow: PhantomData<&'a mut [f32]>,
 }
@@ -144,35 +196,34 @@ unsafe impl Sync for Grid<'_> {}
 unsafe impl Send for Grid<'_> {}
 
 impl<'a> Grid<'a> {
-    /// Cuts `data: [rows, cols]` into tiles of at most `tile_rows` x `tile_cols`.
+    /// Cuts `data: [rows, ends.last()]` into tiles of at most `tile_rows` rows, whose columns end at `ends` (rising).
     ///
     /// # Panics
-    /// When the shape does not match the buffer, or a tile size is 0.
-    pub fn new(data: &'a mut [f32], rows: usize, cols: usize, tile_rows: usize, tile_cols: usize) -> Self {
-        assert!(data.len() == rows * cols && tile_rows > 0 && tile_cols > 0);
-        let tiles = rows.div_ceil(tile_rows) * cols.div_ceil(tile_cols);
-        let taken = (0..tiles).map(|_| AtomicBool::new(false)).collect();
-        Grid { data: data.as_mut_ptr(), rows, cols, tile_rows, tile_cols, taken, _borrow: PhantomData }
+    /// When the shape does not match the buffer, a tile has no columns, or `tile_rows` is 0.
+    pub fn new(data: &'a mut [f32], rows: usize, tile_rows: usize, ends: &'a [usize]) -> Self {
+        let cols = ends.last().copied().unwrap_or(0);
+        let rising = ends.first().is_none_or(|&e| e > 0) && ends.windows(2).all(|w| w[0] < w[1]);
+        assert!(data.len() == rows * cols && tile_rows > 0 && rising);
+        let taken = (0..rows.div_ceil(tile_rows) * ends.len()).map(|_| AtomicBool::new(false)).collect();
+        Grid { data: data.as_mut_ptr(), rows, tile_rows, ends, taken, _borrow: PhantomData }
     }
 
-    /// Number of tiles.
-    pub fn tiles(&self) -> usize {
-        self.taken.len()
-    }
-
-    /// Tile `i`, counted along columns first.
+    /// The tile in row `row` and column `col` of the grid.
     ///
     /// # Panics
     /// When it was taken before, or does not exist.
-    pub fn take(&self, i: usize) -> GridTile<'_> {
-        assert!(!self.taken[i].swap(true, Ordering::Relaxed), "tile {i} taken twice");
-        let across = self.cols.div_ceil(self.tile_cols);
-        let (r, c) = (i / across * self.tile_rows, i % across * self.tile_cols);
+    pub fn take(&self, row: usize, col: usize) -> GridTile<'_> {
+        assert!(
+            !self.taken[row * self.ends.len() + col].swap(true, Ordering::Relaxed),
+            "tile {row}, {col} taken twice"
+        );
+        let r = row * self.tile_rows;
+        let c = if col == 0 { 0 } else { self.ends[col - 1] };
         GridTile {
             data: self.data,
-            stride: self.cols,
+            stride: self.ends[self.ends.len() - 1],
             rows: r..self.rows.min(r + self.tile_rows),
-            cols: c..self.cols.min(c + self.tile_cols),
+            cols: c..self.ends[col],
             _borrow: PhantomData,
         }
     }
@@ -217,10 +268,9 @@ mod tests {
         assert_eq!(data, [1, 1, 1, 2, 2, 2, 2, 2, 2, 2]);
 
         let mut data = vec![0f32; 5 * 7];
-        let grid = Grid::new(&mut data, 5, 7, 2, 3);
-        assert_eq!(grid.tiles(), 9);
-        for i in 0..grid.tiles() {
-            let mut tile = grid.take(i);
+        let grid = Grid::new(&mut data, 5, 2, &[3, 6, 7]);
+        for i in 0..9 {
+            let mut tile = grid.take(i / 3, i % 3);
             for r in tile.rows.clone() {
                 tile.row(r).iter_mut().for_each(|v| *v += 1.0);
             }

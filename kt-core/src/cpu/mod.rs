@@ -6,7 +6,9 @@ pub mod memory;
 pub mod portable;
 pub mod team;
 pub mod tier;
+pub mod topology;
 
 mod flow;
+mod slice;
 
 pub use flow::CpuBackend;

@@ -29,7 +29,7 @@ impl Kernel for Portable {
         None
     }
 
-    fn pack(self, _matrix: &Matrix, _out: &mut [u8]) {}
+    fn pack(self, _matrix: &Matrix, _rows: Range<usize>, _out: &mut [u8]) {}
 
     fn product(
         self,

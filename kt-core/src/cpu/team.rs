@@ -1,16 +1,22 @@
-//! A fixed team of threads for work of microseconds: the caller is one of them, the others spin briefly and then park.
+//! A team of threads for work of microseconds: the caller is one of them, the others spin briefly and then park.
 //!
 //! ```text
 //! caller                                   worker
 //! write job; state = open(epoch); unpark   sees open(epoch) != last: inside += 1; state still open(epoch)?
 //! take tasks until none is left                yes: take tasks until none is left
-//! state = closed(epoch)                        inside -= 1; last = epoch
+//! state = closed(epoch)                        inside -= 1; last = epoch; unpark a caller that parked
 //! wait until inside == 0                   spin for the next epoch, then park
 //! ```
 //!
 //! The caller waits only for workers that came inside, so a worker that the system has not scheduled costs its share of the
-//! work and nothing more: two processes on the same cores slow each other down by their work, not by their waiting.
-//! Tasks are handed out by one counter; which thread runs a task never changes a result.
+//! work and nothing more: two processes on the same cores slow each other down by their work, not by their waiting. When a worker was
+//! descheduled inside a task, the caller sleeps: its core is then free for that worker.
+//!
+//! Tasks lie in lanes, one lane a NUMA node or one for all. A thread takes those of its own node's lane first and then helps the others.
+//! Which thread runs a task never changes a result.
+//!
+//! The workers are threads of the team's own, or an application's ([`Pool`]): then each region asks the pool for help and begins without
+//! waiting for it.
 
 #![allow(unsafe_code)] // lends closures to threads
 
@@ -19,65 +25,163 @@ use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::thread::{self, JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 use super::kernel::Scratch;
 use super::memory::AlignedBytes;
+use super::topology::{Share, Topology, cpu_ranges, current_cpu};
 use crate::error::{Error, Result};
 use crate::pending::{Pending, contain};
 
-/// How long a worker spins for the next job before it parks: longer than the gap between two layer calls of a running
-/// model, shorter than what a neighbour on the same core would notice.
-const SPIN: Duration = Duration::from_micros(60);
+/// How long a worker spins for the next job before it parks, unless told otherwise: longer than the gap between two layer calls
+/// of a running model, shorter than what a neighbour on the same core would notice.
+pub const SPIN: Duration = Duration::from_micros(60);
 
-/// How many CPUs this process may use: affinity and cgroup quota counted.
-pub fn allowed_cpus() -> usize {
-    thread::available_parallelism().map_or(1, |n| n.get())
+/// How long the caller spins for the others at the end of a run before it sleeps: longer than most tasks.
+const CALLER_SPIN: Duration = Duration::from_micros(50);
+
+/// Threads that an application lends to a [`Team`].
+///
+/// ```
+/// # fn main() -> kt_core::Result<()> {
+/// let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+/// let team = kt_core::cpu::team::Team::builder().pool(pool).build()?;
+/// # let _ = team; Ok(()) }
+/// ```
+pub trait Pool: Send + Sync + 'static {
+    /// Threads that may help at a time, the one that calls a layer not counted.
+    fn threads(&self) -> usize;
+
+    /// Asks up to [`threads`](Pool::threads) threads to call `help` once, as soon as they can, and returns at once. A call returns when the
+    /// work is done, and at once when it was done before.
+    fn start(&self, help: Arc<dyn Fn() + Send + Sync>);
 }
 
-type Body<'a> = dyn Fn(usize, &mut Scratch) + Sync + 'a;
+impl Pool for rayon::ThreadPool {
+    fn threads(&self) -> usize {
+        self.current_num_threads()
+    }
+
+    fn start(&self, help: Arc<dyn Fn() + Send + Sync>) {
+        self.spawn_broadcast(move |_| help());
+    }
+}
+
+/// Which CPUs a team's own threads are kept to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Pin {
+    /// To those of their NUMA node where the team spans several, else to none.
+    #[default]
+    Node,
+    /// Each to one CPU, cores before siblings.
+    Cpu,
+    /// To none.
+    No,
+}
+
+type Body<'a> = dyn Fn(usize, usize, &mut Scratch) + Sync + 'a;
+
+/// One lane's next task, on a cache line of its own.
+#[repr(align(128))]
+#[derive(Default)]
+struct Lane {
+    next: AtomicUsize,
+}
 
 struct Shared {
     /// `epoch << 1 | open`.
     state: AtomicU64,
     inside: AtomicUsize,
-    next: AtomicUsize,
+    lanes: Box<[Lane]>,
     job: UnsafeCell<Option<Job>>,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     stop: AtomicBool,
+    /// The region under way, for threads of a pool: they leave when it is over. Odd while there is one.
+    region: AtomicU64,
+    /// The caller, while it sleeps at the end of a run.
+    sleeper: Mutex<Option<Thread>>,
+    sleeping: AtomicBool,
+    spin: Duration,
 }
 
+/// Borrowed from the caller of a run for its length.
 #[derive(Clone, Copy)]
 struct Job {
     body: *const Body<'static>,
-    tasks: usize,
+    /// Tasks of each lane.
+    tasks: *const [usize],
+    /// Whether a thread takes tasks of other lanes when its own has no more.
+    share: bool,
 }
 
 // SAFETY: `job` is written only by the thread that holds the team's lock while the state is closed and `inside` is 0, and read
 // only by workers that are counted in `inside` and saw the state open after that (SeqCst on both sides); the rest is atomics
-// and a mutex.
+// and mutexes.
 unsafe impl Sync for Shared {}
-// SAFETY: the pointer in `job` is dereferenced only under the protocol above, from any thread, and points to a Sync closure.
+// SAFETY: the pointers in `job` are dereferenced only under the protocol above, from any thread, and point to a Sync closure and to numbers.
 unsafe impl Send for Shared {}
 
 impl Shared {
-    fn work(&self, job: Job, scratch: &mut Scratch) {
+    /// Takes tasks until none is left; `home` is the thread's own lane.
+    fn work(&self, job: Job, home: usize, scratch: &mut Scratch) {
+        // SAFETY: the caller of `run_job` keeps closure and counts alive until `inside` is 0 again, and this thread is either that
+        // caller or counted in `inside`.
+        let (body, tasks) = unsafe { (&*job.body, &*job.tasks) };
         let result = catch_unwind(AssertUnwindSafe(|| {
-            // SAFETY: the caller of `run_tasks` keeps the closure alive until `inside` is 0 again, and this thread is either that
-            // caller or counted in `inside`.
-            let body = unsafe { &*job.body };
-            loop {
-                let task = self.next.fetch_add(1, Ordering::Relaxed);
-                if task >= job.tasks {
-                    break;
+            let lanes = if job.share || tasks.len() == 1 { tasks.len() } else { 1 };
+            for lane in (0..lanes).map(|i| (home + i) % tasks.len()) {
+                loop {
+                    let task = self.lanes[lane].next.fetch_add(1, Ordering::Relaxed);
+                    if task >= tasks[lane] {
+                        break;
+                    }
+                    body(lane, task, scratch);
                 }
-                body(task, scratch);
             }
         }));
         if let Err(payload) = result {
-            self.next.store(job.tasks, Ordering::Relaxed);
+            for (lane, &tasks) in self.lanes.iter().zip(tasks) {
+                lane.next.store(tasks, Ordering::Relaxed);
+            }
             self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
+        }
+    }
+
+    /// Does the open job of `state`, unless it is over.
+    fn join(&self, state: u64, home: usize, scratch: &mut Scratch) {
+        self.inside.fetch_add(1, Ordering::SeqCst);
+        if self.state.load(Ordering::SeqCst) == state {
+            // SAFETY: this thread is counted in `inside` and saw the state open afterwards, so the caller has written the job
+            // and will not touch it before `inside` is 0.
+            let job = unsafe { *self.job.get() };
+            if let Some(job) = job {
+                self.work(job, home, scratch);
+            }
+        }
+        if self.inside.fetch_sub(1, Ordering::SeqCst) == 1 && self.sleeping.load(Ordering::SeqCst) {
+            let sleeper = self.sleeper.lock().unwrap_or_else(PoisonError::into_inner);
+            sleeper.iter().for_each(Thread::unpark);
+        }
+    }
+
+    /// Returns when no worker is inside any more.
+    fn wait_for_workers(&self) {
+        let mut since = None;
+        let mut spins = 0u32;
+        while self.inside.load(Ordering::SeqCst) != 0 {
+            std::hint::spin_loop();
+            spins += 1;
+            if spins.is_multiple_of(128) && since.get_or_insert_with(Instant::now).elapsed() > CALLER_SPIN {
+                // A worker was probably descheduled inside a task: let it have this core.
+                *self.sleeper.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread::current());
+                self.sleeping.store(true, Ordering::SeqCst);
+                while self.inside.load(Ordering::SeqCst) != 0 {
+                    thread::park();
+                }
+                self.sleeping.store(false, Ordering::SeqCst);
+                return;
+            }
         }
     }
 }
@@ -87,7 +191,7 @@ struct Worker {
     handle: JoinHandle<()>,
 }
 
-fn worker(shared: &Shared, parked: &AtomicBool) {
+fn worker(shared: &Shared, parked: &AtomicBool, home: usize) {
     let mut scratch = Scratch::default();
     let mut last = 0;
     loop {
@@ -105,7 +209,7 @@ fn worker(shared: &Shared, parked: &AtomicBool) {
             spins += 1;
             if spins.is_multiple_of(128) {
                 let start = *since.get_or_insert_with(Instant::now);
-                if start.elapsed() > SPIN {
+                if start.elapsed() > shared.spin {
                     parked.store(true, Ordering::SeqCst);
                     let state = shared.state.load(Ordering::SeqCst);
                     let new_job = state & 1 == 1 && state != last;
@@ -117,17 +221,27 @@ fn worker(shared: &Shared, parked: &AtomicBool) {
                 }
             }
         };
-        shared.inside.fetch_add(1, Ordering::SeqCst);
-        if shared.state.load(Ordering::SeqCst) == state {
-            // SAFETY: this thread is counted in `inside` and saw the state open afterwards, so the caller has written the job
-            // and will not touch it before `inside` is 0.
-            let job = unsafe { *shared.job.get() };
-            if let Some(job) = job {
-                shared.work(job, &mut scratch);
-            }
-        }
-        shared.inside.fetch_sub(1, Ordering::SeqCst);
+        shared.join(state, home, &mut scratch);
         last = state;
+    }
+}
+
+/// What a thread of a pool does for a region: its jobs, until it is over.
+fn help(shared: &Shared, region: u64, spare: &Mutex<Vec<Scratch>>) {
+    let take = || spare.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
+    let mut scratch = None;
+    let mut last = 0;
+    // A region that is over began another's epochs: nothing of it is touched before this is checked, and `join` checks for itself.
+    while shared.region.load(Ordering::SeqCst) == region {
+        let state = shared.state.load(Ordering::Acquire);
+        if state & 1 == 1 && state != last {
+            shared.join(state, 0, scratch.get_or_insert_with(take));
+            last = state;
+        }
+        std::hint::spin_loop();
+    }
+    if let Some(scratch) = scratch {
+        spare.lock().unwrap_or_else(PoisonError::into_inner).push(scratch);
     }
 }
 
@@ -144,10 +258,20 @@ struct CallerState {
     buffers: Buffers,
 }
 
-/// A team of threads. Dropping it ends them.
+/// A pool's threads, as a team keeps them.
+struct Lent {
+    pool: Box<dyn Pool>,
+    spare: Arc<Mutex<Vec<Scratch>>>,
+}
+
+/// A team of threads. Dropping it ends those of its own. Several runtimes may share one; their calls then take turns.
 pub struct Team {
     shared: Arc<Shared>,
     workers: Vec<Worker>,
+    lent: Option<Lent>,
+    topology: Topology,
+    shares: Vec<Share>,
+    notes: Vec<String>,
     caller: Mutex<CallerState>,
     dispatcher: Mutex<Option<Dispatcher>>,
 }
@@ -156,55 +280,218 @@ struct Dispatcher {
     queue: std::sync::mpsc::Sender<Box<dyn FnOnce() + Send>>,
 }
 
-impl Team {
-    /// A team of `threads` threads, the caller of [`Team::region`] counted as one; never more than [`allowed_cpus`].
+/// Builds a [`Team`].
+#[derive(Default)]
+pub struct TeamBuilder {
+    threads: Option<usize>,
+    oversubscribed: bool,
+    topology: Option<Topology>,
+    nodes: Option<Vec<usize>>,
+    pin: Pin,
+    spin: Option<Duration>,
+    pool: Option<Box<dyn Pool>>,
+}
+
+impl TeamBuilder {
+    /// Threads, the caller's counted. Default: one per physical core that this process may use. At most one per CPU, and no more than a CPU
+    /// quota pays for.
+    pub fn threads(mut self, threads: usize) -> Self {
+        self.threads = Some(threads);
+        self
+    }
+
+    /// The CPUs and nodes to use, in place of [`Topology::detect`].
+    pub fn topology(mut self, topology: Topology) -> Self {
+        self.topology = Some(topology);
+        self
+    }
+
+    /// Uses only these NUMA nodes.
+    pub fn nodes(mut self, nodes: &[usize]) -> Self {
+        self.nodes = Some(nodes.to_vec());
+        self
+    }
+
+    /// Which CPUs the threads are kept to.
+    pub fn pin(mut self, pin: Pin) -> Self {
+        self.pin = pin;
+        self
+    }
+
+    /// How long a thread without work spins before it sleeps (default [`SPIN`]): zero where other programs need the cores more, longer
+    /// where calls are far apart and wake-ups (tens of microseconds) hurt.
+    pub fn spin(mut self, spin: Duration) -> Self {
+        self.spin = Some(spin);
+        self
+    }
+
+    /// Threads that the application lends, in place of the team's own. They are not bound, and all weights are in one place.
+    pub fn pool(mut self, pool: impl Pool) -> Self {
+        self.pool = Some(Box::new(pool));
+        self
+    }
+
+    /// Exactly as many threads as asked for, for tests of what must not depend on their number.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn oversubscribed(mut self) -> Self {
+        self.oversubscribed = true;
+        self
+    }
+
+    /// Starts the threads.
     ///
     /// # Errors
-    /// The system refuses to start a thread.
-    pub fn new(threads: usize) -> Result<Arc<Team>> {
-        Self::start(threads.clamp(1, allowed_cpus()))
+    /// No threads, a node that cannot be used, or the system refuses to start a thread.
+    pub fn build(self) -> Result<Arc<Team>> {
+        if self.threads == Some(0) {
+            return Err(Error::Invalid("a team has one thread at least: the caller's".into()));
+        }
+        let mut topology = self.topology.unwrap_or_else(Topology::detect);
+        if let Some(nodes) = &self.nodes {
+            topology = topology.only(nodes)?;
+        }
+        let mut notes = topology.notes().to_vec();
+        let asked = self.threads.unwrap_or_else(|| topology.default_threads());
+        let most = if self.oversubscribed { usize::MAX } else { topology.most_threads() };
+        if asked > most {
+            notes.push(format!("{asked} threads were asked for; this process may use {most} CPUs"));
+        }
+        let threads = match &self.pool {
+            Some(pool) => asked.min(pool.threads() + 1),
+            None => asked.min(most),
+        };
+        let shares = match self.pool {
+            // Nobody can say where the threads of a pool run.
+            Some(_) => vec![Share { node: 0, threads, cpus: topology.allowed().to_vec() }],
+            None => topology.allot(threads),
+        };
+        let lanes = shares.len().max(1);
+        let shared = Arc::new(Shared {
+            state: AtomicU64::new(0),
+            inside: AtomicUsize::new(0),
+            lanes: (0..lanes).map(|_| Lane::default()).collect(),
+            job: UnsafeCell::new(None),
+            panic: Mutex::new(None),
+            stop: AtomicBool::new(false),
+            region: AtomicU64::new(0),
+            sleeper: Mutex::new(None),
+            sleeping: AtomicBool::new(false),
+            spin: self.spin.unwrap_or(SPIN),
+        });
+        let mut team = Team {
+            shared,
+            workers: Vec::new(),
+            lent: self.pool.map(|pool| Lent { pool, spare: Arc::default() }),
+            topology,
+            shares,
+            notes,
+            caller: Mutex::default(),
+            dispatcher: Mutex::new(None),
+        };
+        if team.lent.is_none() {
+            team.start_workers(threads, self.pin)?;
+        }
+        Ok(Arc::new(team))
+    }
+}
+
+impl Team {
+    /// Starts building a team.
+    pub fn builder() -> TeamBuilder {
+        TeamBuilder::default()
     }
 
     /// A team of exactly `threads` threads, for tests of what must not depend on their number.
     ///
     /// # Errors
-    /// As [`Team::new`].
+    /// The system refuses to start a thread.
     #[cfg(any(test, feature = "testing"))]
     pub fn oversubscribed(threads: usize) -> Result<Arc<Team>> {
-        Self::start(threads.max(1))
+        Self::builder().threads(threads.max(1)).oversubscribed().build()
     }
 
-    fn start(threads: usize) -> Result<Arc<Team>> {
-        let shared = Arc::new(Shared {
-            state: AtomicU64::new(0),
-            inside: AtomicUsize::new(0),
-            next: AtomicUsize::new(0),
-            job: UnsafeCell::new(None),
-            panic: Mutex::new(None),
-            stop: AtomicBool::new(false),
-        });
-        let mut team = Team { shared, workers: Vec::new(), caller: Mutex::default(), dispatcher: Mutex::new(None) };
-        for i in 1..threads {
-            let shared = team.shared.clone();
+    /// Starts all threads but the caller's, which is the first of the first node.
+    fn start_workers(&mut self, threads: usize, pin: Pin) -> Result<()> {
+        let (told, answers) = std::sync::mpsc::channel::<String>();
+        let places: Vec<(usize, usize)> =
+            self.shares.iter().enumerate().flat_map(|(home, s)| (0..s.threads).map(move |i| (home, i))).collect();
+        for (i, (home, nth)) in places.into_iter().enumerate().skip(1) {
+            let share = &self.shares[home];
+            let cpus = match pin {
+                Pin::Cpu => share.cpus.get(nth % share.cpus.len().max(1)).map(|&c| vec![c]),
+                Pin::Node if self.shares.len() > 1 => Some(share.cpus.clone()),
+                _ => None,
+            };
+            let binding = cpus.map(|cpus| (cpus, self.topology.clone(), told.clone()));
+            let shared = self.shared.clone();
             let parked = Arc::new(AtomicBool::new(false));
             let flag = parked.clone();
             let handle = thread::Builder::new()
                 .name(format!("kt-{i}"))
-                .spawn(move || worker(&shared, &flag))
+                .spawn(move || {
+                    if let Some((cpus, topology, told)) = binding
+                        && let Err(why) = topology.bind_thread(&cpus)
+                    {
+                        let _ = told.send(format!("thread {i} is not bound to CPUs {}: {why}", cpu_ranges(&cpus)));
+                    }
+                    worker(&shared, &flag, home);
+                })
                 .map_err(|source| Error::Io { path: format!("(starting thread {i} of {threads})").into(), source })?;
-            team.workers.push(Worker { parked, handle });
+            self.workers.push(Worker { parked, handle });
         }
-        Ok(Arc::new(team))
+        drop(told);
+        // Until each thread has bound itself, or said why not.
+        let refused: Vec<String> = answers.iter().collect();
+        match refused.len() {
+            0..4 => self.notes.extend(refused),
+            n => self.notes.push(format!("{}; so are {} more threads", refused[0], n - 1)),
+        }
+        if self.shares.len() > 1 || pin == Pin::Cpu {
+            self.notes.push("the thread that calls a layer is the application's: it is not bound".into());
+        }
+        Ok(())
     }
 
     /// Threads of the team, the caller counted.
     pub fn threads(&self) -> usize {
-        self.workers.len() + 1
+        self.shares.iter().map(|s| s.threads).sum()
+    }
+
+    /// The NUMA nodes that weights are divided over, with the threads of each; one where there are no others.
+    pub fn shares(&self) -> &[Share] {
+        &self.shares
+    }
+
+    /// Whether its threads are an application's.
+    pub fn is_lent(&self) -> bool {
+        self.lent.is_some()
+    }
+
+    /// CPUs and nodes that the team was built on.
+    pub fn topology(&self) -> &Topology {
+        &self.topology
+    }
+
+    /// What was not used or not bound, and why.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// Enters a parallel region: the team works for this caller until the region is dropped. Other callers wait.
     pub fn region(&self) -> Region<'_> {
-        Region { team: self, state: self.caller.lock().unwrap_or_else(PoisonError::into_inner) }
+        let state = self.caller.lock().unwrap_or_else(PoisonError::into_inner);
+        let home = match self.shares.len() {
+            0 | 1 => 0,
+            _ => current_cpu().map_or(0, |cpu| Topology::share_of_cpu(&self.shares, cpu)),
+        };
+        if let Some(lent) = &self.lent
+            && self.threads() > 1
+        {
+            let region = self.shared.region.fetch_add(1, Ordering::SeqCst) + 1;
+            let (shared, spare) = (self.shared.clone(), lent.spare.clone());
+            lent.pool.start(Arc::new(move || help(&shared, region, &spare)));
+        }
+        Region { team: self, state, home }
     }
 
     /// Starts `f` on a thread of its own and returns at once; whoever waits before it has started runs it instead.
@@ -298,12 +585,27 @@ impl<T> Slot<T> {
 pub struct Region<'a> {
     team: &'a Team,
     state: MutexGuard<'a, CallerState>,
+    /// The lane of the node that the caller runs on.
+    home: usize,
+}
+
+impl Drop for Region<'_> {
+    fn drop(&mut self) {
+        if self.team.lent.is_some() && self.team.threads() > 1 {
+            self.team.shared.region.fetch_add(1, Ordering::SeqCst);
+        }
+    }
 }
 
 impl Region<'_> {
     /// Threads of the team.
     pub fn threads(&self) -> usize {
         self.team.threads()
+    }
+
+    /// The team's nodes, which are the lanes of [`Region::run_lanes`].
+    pub fn shares(&self) -> &[Share] {
+        &self.team.shares
     }
 
     /// Lends the layer call's buffers; give them back with [`Region::put_buffers`].
@@ -320,24 +622,46 @@ impl Region<'_> {
     /// # Panics
     /// With the payload of the first task that panicked; the others are not started any more.
     pub fn run(&mut self, tasks: usize, body: impl Fn(usize, &mut Scratch) + Sync) {
+        self.run_job(&[tasks], true, &|_, task, scratch| body(task, scratch));
+    }
+
+    /// Runs `body(lane, 0..tasks[lane])` for every lane: those of lane `n` on the threads of node `n` first, by others when these have none of
+    /// their own left.
+    ///
+    /// # Panics
+    /// As [`Region::run`]; and when there are more lanes than nodes.
+    pub fn run_lanes(&mut self, tasks: &[usize], body: impl Fn(usize, usize, &mut Scratch) + Sync) {
+        self.run_job(tasks, true, &body);
+    }
+
+    /// As [`Region::run_lanes`], with no thread taking tasks of another node than its own: for touching memory. Tasks of a node whose threads do not come
+    /// within some milliseconds are done by the caller.
+    pub(crate) fn run_at_home(&mut self, tasks: &[usize], body: impl Fn(usize, usize, &mut Scratch) + Sync) {
+        self.run_job(tasks, false, &body);
+    }
+
+    fn run_job(&mut self, tasks: &[usize], share: bool, body: &Body<'_>) {
         let scratch = &mut self.state.scratch;
         let shared = &*self.team.shared;
-        if tasks <= 1 || self.team.workers.is_empty() {
-            for task in 0..tasks {
-                body(task, scratch);
+        let all: usize = tasks.iter().sum();
+        if self.team.threads() <= 1 || (all <= 1 && share) {
+            for (lane, &tasks) in tasks.iter().enumerate() {
+                (0..tasks).for_each(|task| body(lane, task, scratch));
             }
             return;
         }
-        let body: &Body<'_> = &body;
-        // SAFETY: only the lifetime changes; the pointer is used until this function returns and not after, as `Closing` below
-        // waits for every worker that may hold it.
+        assert!(tasks.len() <= shared.lanes.len(), "more lanes than nodes");
+        // SAFETY: only the lifetime changes; the pointer is used until this function returns and not after, as the wait below is for
+        // every worker that may hold it.
         let body: *const Body<'static> = unsafe { std::mem::transmute::<*const Body<'_>, *const Body<'static>>(body) };
-        let job = Job { body, tasks };
+        let job = Job { body, tasks, share };
         let epoch = (shared.state.load(Ordering::Relaxed) >> 1) + 1;
         // SAFETY: the state is closed and `inside` is 0 (the last run ended so, and this thread holds the team's lock), so no
         // worker reads the job.
         unsafe { *shared.job.get() = Some(job) };
-        shared.next.store(0, Ordering::Relaxed);
+        for lane in &shared.lanes[..tasks.len()] {
+            lane.next.store(0, Ordering::Relaxed);
+        }
         shared.state.store(epoch << 1 | 1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         for w in &self.team.workers {
@@ -345,17 +669,17 @@ impl Region<'_> {
                 w.handle.thread().unpark();
             }
         }
-        shared.work(job, scratch);
-        shared.state.store(epoch << 1, Ordering::SeqCst);
-        let mut spins = 0u32;
-        while shared.inside.load(Ordering::SeqCst) != 0 {
-            std::hint::spin_loop();
-            spins += 1;
-            if spins > 20_000 {
-                // A worker was descheduled inside a task: let it have this core.
+        shared.work(job, self.home % tasks.len(), scratch);
+        if !share {
+            let begin = Instant::now();
+            let open = || shared.lanes.iter().zip(tasks).any(|(lane, &n)| lane.next.load(Ordering::Relaxed) < n);
+            while open() && begin.elapsed() < Duration::from_millis(20) {
                 thread::yield_now();
             }
+            shared.work(Job { share: true, ..job }, self.home % tasks.len(), scratch);
         }
+        shared.state.store(epoch << 1, Ordering::SeqCst);
+        shared.wait_for_workers();
         let payload = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(payload) = payload {
             resume_unwind(payload);
@@ -384,6 +708,95 @@ mod tests {
                 thread::sleep(Duration::from_millis(2)); // let the workers park
             }
         }
+    }
+
+    #[test]
+    fn lanes_are_done_whoever_comes() {
+        let team = Team::builder().topology(Topology::fake(&[2, 1])).threads(3).build().unwrap();
+        assert_eq!(team.shares().iter().map(|s| s.threads).collect::<Vec<_>>(), [2, 1]);
+        // Two workers could not be bound, and the caller is not ours.
+        assert!(team.notes().iter().any(|n| n.contains("not this machine's")), "{:?}", team.notes());
+        for round in 0..200usize {
+            let tasks = [round % 13, round % 7];
+            let hits: Vec<Vec<AtomicUsize>> = tasks.map(|n| (0..n).map(|_| AtomicUsize::new(0)).collect()).into();
+            let mut region = team.region();
+            let hit = |lane: usize, task: usize| drop(hits[lane][task].fetch_add(1, Ordering::Relaxed));
+            region.run_lanes(&tasks, |lane, task, _| hit(lane, task));
+            region.run_at_home(&tasks, |lane, task, _| hit(lane, task));
+            region.run(3, |_, _| ());
+            assert!(hits.iter().flatten().all(|h| h.load(Ordering::Relaxed) == 2));
+        }
+    }
+
+    #[test]
+    fn a_pool_of_the_application_works_from_outside_and_inside() {
+        let pool = Arc::new(rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap());
+        struct Lent(Arc<rayon::ThreadPool>);
+        impl Pool for Lent {
+            fn threads(&self) -> usize {
+                self.0.threads()
+            }
+            fn start(&self, help: Arc<dyn Fn() + Send + Sync>) {
+                self.0.start(help);
+            }
+        }
+        let team = Team::builder().threads(4).oversubscribed().pool(Lent(pool.clone())).build().unwrap();
+        assert_eq!((team.threads(), team.is_lent()), (4, true));
+        let round = |team: &Team| {
+            let names = Mutex::new(std::collections::HashSet::new());
+            let mut region = team.region();
+            for _ in 0..3 {
+                region.run(64, |_, _| {
+                    names.lock().unwrap().insert(thread::current().id());
+                    thread::sleep(Duration::from_micros(200));
+                });
+            }
+            names.into_inner().unwrap().len()
+        };
+        // A worker that the system schedules late helps late; over some rounds, others than the caller come.
+        assert!((0..20).any(|_| round(&team) > 1));
+        assert!((0..20).any(|_| pool.install(|| round(&team)) > 1));
+        // A pool whose threads are all busy delays nothing.
+        let (busy, release) = (team.clone(), Arc::new(AtomicBool::new(false)));
+        let (hold, held) = (release.clone(), Arc::new(AtomicUsize::new(0)));
+        let count = held.clone();
+        pool.spawn_broadcast(move |_| {
+            count.fetch_add(1, Ordering::SeqCst);
+            while !hold.load(Ordering::SeqCst) {
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        while held.load(Ordering::SeqCst) < 3 {
+            thread::yield_now();
+        }
+        assert_eq!(round(&busy), 1);
+        release.store(true, Ordering::SeqCst);
+        let result = catch_unwind(AssertUnwindSafe(|| team.region().run(10, |t, _| assert!(t != 3, "task three"))));
+        assert!(result.is_err());
+        assert!(round(&team) >= 1);
+    }
+
+    #[test]
+    fn a_caller_sleeps_until_a_slow_worker_is_done() {
+        let team = Team::builder().threads(2).oversubscribed().spin(Duration::ZERO).build().unwrap();
+        for _ in 0..20 {
+            let done = AtomicUsize::new(0);
+            team.region().run(2, |_, _| {
+                // One of the two is much slower than the caller spins, whichever thread has it.
+                thread::sleep(Duration::from_millis(2));
+                done.fetch_add(1, Ordering::SeqCst);
+            });
+            assert_eq!(done.into_inner(), 2);
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_built_is_refused() {
+        assert!(Team::builder().threads(0).build().is_err());
+        assert!(Team::builder().nodes(&[77]).build().is_err());
+        let all = Team::builder().threads(100_000).build().unwrap();
+        assert_eq!(all.threads(), all.topology().most_threads());
+        assert!(all.notes().iter().any(|n| n.contains("100000 threads were asked for")), "{:?}", all.notes());
     }
 
     #[test]

@@ -19,6 +19,7 @@ use crate::backend::{Backend, ExpertBank, Fit, LoadContext, Progress};
 use crate::cpu::input::InputLayout;
 use crate::cpu::team::Team;
 use crate::cpu::tier::Tier;
+use crate::cpu::topology::Topology;
 use crate::error::Unsupported;
 use crate::format::{ALL, Format};
 use crate::scheduler::{self, Home};
@@ -228,9 +229,10 @@ fn load(
     backend: &dyn Backend,
     source: &SyntheticSource,
     experts: &[u32],
-    threads: usize,
+    team: &Arc<Team>,
 ) -> crate::Result<Box<dyn ExpertBank>> {
-    let context = LoadContext { team: Team::oversubscribed(threads)?, progress: Arc::<Progress>::default() };
+    let context =
+        LoadContext { team: team.clone(), progress: Arc::<Progress>::default(), huge_pages: Default::default() };
     backend.load(&source.layers()[0], experts, source, &context)
 }
 
@@ -246,12 +248,14 @@ fn synthetic(format: Format, (hidden, intermediate, experts): (usize, usize, usi
 }
 
 /// The conformance suite. For every tier of this CPU, every format and awkward shape that the backend takes: accuracy within
-/// [`bound`], NaN contained, the same bits for 1, 2 and 3 threads, two banks together equal to one, biases and every
+/// [`bound`], NaN contained, the same bits for any number of threads and NUMA nodes, two banks together equal to one, biases and every
 /// activation, refusals with a reason.
 ///
 /// # Panics
 /// With all failures, collected; or when the backend runs here and takes no format at all.
 pub fn conformance<B: Backend>(backend: impl Fn(Tier) -> Result<B, Unsupported>) {
+    let team = Team::oversubscribed(2).unwrap_or_else(|e| panic!("{e}"));
+    let teams = teams().unwrap_or_else(|e| panic!("{e}"));
     let mut failures = Vec::new();
     let mut last_tier = String::new();
     let (mut built, mut ran) = (false, 0);
@@ -299,7 +303,7 @@ pub fn conformance<B: Backend>(backend: impl Fn(Tier) -> Result<B, Unsupported>)
                 ran += 1;
                 let label = format!("{} {} {format} {hidden}x{intermediate}", backend.name(), fit.tier);
                 let all: Vec<u32> = (0..experts as u32).collect();
-                let bank = match load(&backend, &source, &all, 2) {
+                let bank = match load(&backend, &source, &all, &team) {
                     Ok(bank) => bank,
                     Err(e) => {
                         failures.push(format!("{label}: load: {e}"));
@@ -319,9 +323,9 @@ pub fn conformance<B: Backend>(backend: impl Fn(Tier) -> Result<B, Unsupported>)
                 case.check(&label, &mut failures);
                 case.check_poison(&label, &mut failures);
                 if many_rows {
-                    same_bits(&backend, &source, &label, &mut failures);
-                    two_banks(&backend, &source, &naive, bound(&fit), &label, &mut failures);
-                    activations(&backend, format, shape, bound(&fit), &label, &mut failures);
+                    same_bits(&backend, &source, &teams, &label, &mut failures);
+                    two_banks(&backend, &source, &naive, &team, bound(&fit), &label, &mut failures);
+                    activations(&backend, format, shape, &team, bound(&fit), &label, &mut failures);
                 }
             }
             if accepted {
@@ -342,7 +346,33 @@ pub fn conformance<B: Backend>(backend: impl Fn(Tier) -> Result<B, Unsupported>)
     assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
 }
 
-fn same_bits(backend: &dyn Backend, source: &SyntheticSource, label: &str, failures: &mut Vec<String>) {
+/// Teams that must all give the same bits: one to three threads, one to eight NUMA nodes, even and uneven, and a pool of an application.
+///
+/// # Errors
+/// The system refuses to start threads.
+pub fn teams() -> crate::Result<Vec<(String, Arc<Team>)>> {
+    let mut teams = Vec::new();
+    for threads in 1..=3 {
+        teams.push((format!("{threads} threads"), Team::oversubscribed(threads)?));
+    }
+    for cpus in [&[1, 1][..], &[2, 1], &[1, 1, 1, 1], &[1; 8]] {
+        let team =
+            Team::builder().topology(Topology::fake(cpus)).threads(cpus.iter().sum()).oversubscribed().build()?;
+        teams.push((format!("nodes of {cpus:?} CPUs"), team));
+    }
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build();
+    let pool = pool.map_err(|e| crate::Error::Invalid(format!("a pool of two threads: {e}")))?;
+    teams.push(("a pool".into(), Team::builder().pool(pool).threads(3).build()?));
+    Ok(teams)
+}
+
+fn same_bits(
+    backend: &dyn Backend,
+    source: &SyntheticSource,
+    teams: &[(String, Arc<Team>)],
+    label: &str,
+    failures: &mut Vec<String>,
+) {
     let spec = &source.layers()[0];
     let (hidden, experts, tokens) = (spec.hidden, spec.experts, 37);
     let mut random = Random(3);
@@ -351,22 +381,22 @@ fn same_bits(backend: &dyn Backend, source: &SyntheticSource, label: &str, failu
     let weights: Vec<f32> = ids.iter().map(|_| random.uniform()).collect();
     let all: Vec<u32> = (0..experts as u32).collect();
     let mut first: Option<Vec<f32>> = None;
-    for threads in 1..=3 {
-        let output = load(backend, source, &all, threads)
+    for (name, team) in teams {
+        let output = load(backend, source, &all, team)
             .and_then(|bank| bank.run(work(&input, tokens, hidden, &ids, &weights, 2, experts)))
             .map(|w| w.output);
         match (output, &first) {
-            (Err(e), _) => failures.push(format!("{label}, {threads} threads: {e}")),
+            (Err(e), _) => failures.push(format!("{label}, {name}: {e}")),
             (Ok(output), None) => first = Some(output),
             (Ok(output), Some(first)) => {
                 if output != *first {
-                    failures.push(format!("{label}: {threads} threads give other bits than 1"));
+                    failures.push(format!("{label}: {name} give other bits than {}", teams[0].0));
                 }
             }
         }
     }
     // And a token gets the same bits alone as among others.
-    let (Some(first), Ok(bank)) = (first, load(backend, source, &all, 1)) else { return };
+    let (Some(first), Ok(bank)) = (first, load(backend, source, &all, &teams[0].1)) else { return };
     for token in [0, 17, tokens - 1] {
         let row = token * hidden..(token + 1) * hidden;
         let mut values = vec![0.0; hidden];
@@ -386,6 +416,7 @@ fn two_banks(
     backend: &dyn Backend,
     source: &SyntheticSource,
     naive: &Naive,
+    team: &Arc<Team>,
     bound: f64,
     label: &str,
     failures: &mut Vec<String>,
@@ -409,7 +440,7 @@ fn two_banks(
             experts: share.experts,
             output: vec![0.0; tokens * hidden],
         };
-        match load(backend, source, experts, 2).and_then(|bank| bank.run(work)) {
+        match load(backend, source, experts, team).and_then(|bank| bank.run(work)) {
             Ok(work) => sum.iter_mut().zip(work.output).for_each(|(s, v)| *s += v),
             Err(e) => failures.push(format!("{label}, two banks: {e}")),
         }
@@ -425,6 +456,7 @@ fn activations(
     backend: &dyn Backend,
     format: Format,
     shape: (usize, usize, usize),
+    team: &Arc<Team>,
     bound: f64,
     label: &str,
     failures: &mut Vec<String>,
@@ -439,7 +471,7 @@ fn activations(
             }
         };
         let all: Vec<u32> = (0..shape.2 as u32).collect();
-        match load(backend, &source, &all, 2) {
+        match load(backend, &source, &all, team) {
             Ok(bank) => {
                 let naive = Naive::new(&source);
                 let case = Case { bank: &*bank, naive: &naive, experts: shape.2, bound, many_rows: false };

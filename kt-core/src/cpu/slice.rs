@@ -1,0 +1,150 @@
+//! How the outputs of a matrix are divided over the NUMA nodes of a team.
+//!
+//! Each node holds some panels of 16 outputs of every matrix, and its threads compute these outputs: of gate and up in whole input blocks of
+//! down (128 outputs), of down in panels. No output is a sum of parts, so how many nodes there are changes no bit of it.
+
+use std::ops::Range;
+
+use super::kernel::{Outputs, Weights};
+
+/// Outputs of a panel: what slices are made of.
+pub(crate) const PANEL: usize = 16;
+
+/// Cuts `0..outputs` into one range per node, in whole `unit`s and in proportion to `shares`; some may be empty. `turn` shifts the
+/// cuts: over many turns every node gets exactly its part, even of a few units.
+pub(crate) fn cut(outputs: usize, unit: usize, shares: &[usize], turn: usize) -> Vec<Range<usize>> {
+    let all: usize = shares.iter().sum::<usize>().max(1);
+    let units = outputs.div_ceil(unit);
+    // Turns next to each other shift by about 0.62 of the whole, so that any few of them are spread over it.
+    let shift = turn.wrapping_mul(0x9e37_79b1) % all;
+    let (mut sum, mut start) = (0, 0);
+    shares
+        .iter()
+        .map(|share| {
+            sum += share;
+            let end = ((sum * units + shift) / all * unit).min(outputs);
+            let range = start..end;
+            start = end;
+            range
+        })
+        .collect()
+}
+
+/// A matrix whose outputs are divided over nodes.
+pub(crate) struct Sliced {
+    /// By rising outputs, none empty.
+    slices: Vec<Slice>,
+}
+
+struct Slice {
+    /// The first output of this slice.
+    start: usize,
+    /// The output that row 0 of the weights is: `start`, or 0 where all slices are in the same map.
+    first: usize,
+    weights: Weights,
+}
+
+impl Sliced {
+    /// Weights used in place, whose slices are all in one map.
+    pub fn in_place(weights: Weights) -> Self {
+        Sliced { slices: vec![Slice { start: 0, first: 0, weights }] }
+    }
+
+    /// Weights of the given parts of the outputs, in order.
+    pub fn packed(slices: impl IntoIterator<Item = (Range<usize>, Weights)>) -> Self {
+        let slices = slices.into_iter().filter(|(range, _)| !range.is_empty());
+        let slices = slices.map(|(range, weights)| Slice { start: range.start, first: range.start, weights });
+        Sliced { slices: slices.collect() }
+    }
+
+    fn slice(&self, output: usize) -> &Slice {
+        &self.slices[self.slices.iter().rposition(|s| s.start <= output).unwrap_or(0)]
+    }
+
+    /// Some outputs, all of one slice.
+    pub fn outputs(&self, range: Range<usize>) -> Outputs<'_> {
+        let slice = self.slice(range.start);
+        Outputs::new(&slice.weights, range.start - slice.first..range.end - slice.first)
+    }
+
+    /// The weights that hold an output, and its number in them, for [`Outputs::next`].
+    pub fn at(&self, output: usize) -> (&Weights, usize) {
+        let slice = self.slice(output);
+        (&slice.weights, output - slice.first)
+    }
+}
+
+/// The columns of an output cut into tiles, by node.
+pub(crate) struct Columns {
+    /// Where each tile ends.
+    pub ends: Vec<usize>,
+    /// The tiles of each node.
+    pub lanes: Vec<Range<usize>>,
+}
+
+impl Columns {
+    /// `ranges` are the nodes' outputs; each is cut so that its threads have tiles enough, with `row_tiles` tiles of rows for each.
+    pub fn new(ranges: &[Range<usize>], threads: &[usize], row_tiles: usize) -> Self {
+        let mut columns = Columns { ends: Vec::new(), lanes: Vec::new() };
+        for (range, &threads) in ranges.iter().zip(threads) {
+            let width = tile_cols(range.len(), row_tiles, threads);
+            let before = columns.ends.len();
+            columns.ends.extend((1..=range.len().div_ceil(width)).map(|i| range.end.min(range.start + i * width)));
+            columns.lanes.push(before..columns.ends.len());
+        }
+        columns
+    }
+}
+
+/// Width of output tiles: enough of them for the threads, and never below the 16 outputs of a panel. The wider, the fewer times inputs are
+/// read.
+fn tile_cols(outputs: usize, row_tiles: usize, threads: usize) -> usize {
+    let mut width = 256;
+    while width > PANEL && outputs.div_ceil(width) * row_tiles < 4 * threads {
+        width /= 2;
+    }
+    width
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cuts_cover_everything_in_units_and_are_fair_over_turns() {
+        for shares in [&[1][..], &[1, 1], &[3, 1], &[1, 0, 2], &[4, 4, 4, 4], &[7, 5, 3, 2, 2, 1, 1, 1]] {
+            for outputs in [1, 16, 100, 768, 1408, 2880] {
+                for unit in [16, 128] {
+                    let mut got = vec![0; shares.len()];
+                    let all: usize = shares.iter().sum();
+                    for turn in 0..all {
+                        let ranges = cut(outputs, unit, shares, turn);
+                        assert_eq!(ranges.len(), shares.len());
+                        let mut end = 0;
+                        for (i, r) in ranges.iter().enumerate() {
+                            assert_eq!(r.start, end);
+                            assert!(r.end.is_multiple_of(unit) || r.end == outputs);
+                            assert!(shares[i] > 0 || r.is_empty());
+                            end = r.end;
+                            got[i] += r.len().div_ceil(unit);
+                        }
+                        assert_eq!(end, outputs);
+                    }
+                    let units = outputs.div_ceil(unit);
+                    for (got, share) in got.iter().zip(shares) {
+                        // the multiplier is a prime, so the turns are all shifts once.
+                        assert_eq!(*got, units * share, "{outputs} by {unit} over {shares:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn columns_are_tiles_of_their_nodes() {
+        let columns = Columns::new(&[0..1008, 1008..1008, 1008..2050], &[2, 1, 1], 1);
+        assert_eq!(columns.lanes, [0..8, 8..8, 8..13]);
+        assert_eq!(columns.ends[7], 1008);
+        assert_eq!(columns.ends.last(), Some(&2050));
+    }
+}

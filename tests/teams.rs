@@ -1,0 +1,157 @@
+//! The same bits, whatever threads compute: any number of them, on any number of NUMA nodes, of the runtime or of the application.
+
+use std::sync::Arc;
+
+use kt::cpu::team::Team;
+use kt::cpu::topology::Topology;
+use kt::source::synthetic::SyntheticSource;
+use kt::{Batch, Error, Format, Group};
+use kt_core::testing::{Random, teams};
+
+const FORMATS: [Format; 8] = [
+    Format::F16,
+    Format::Bf16,
+    Format::Fp8Block,
+    Format::Int8(Group::Row),
+    Format::Int4(Group::Of(32)),
+    Format::Mxfp4,
+    Format::Q8_0,
+    Format::Iq3S,
+];
+
+#[test]
+fn random_shapes_give_the_same_bits_on_every_team() {
+    let teams = teams().unwrap();
+    let mut random = Random(2);
+    for case in 0..16 {
+        let format = FORMATS[case % FORMATS.len()];
+        // Blocks of Q8_0 and IQ3_S, and groups of INT4, divide rows.
+        let unit = if format == Format::Iq3S { 256 } else { 32 };
+        let (hidden, intermediate) = (unit * (1 + random.below(640 / unit)), unit * (1 + random.below(640 / unit)));
+        let (experts, tokens) = (1 + random.below(9), 1 + random.below(30));
+        let top_k = 1 + random.below(experts.min(3));
+        let source = SyntheticSource::builder()
+            .hidden(hidden)
+            .intermediate(intermediate)
+            .experts(experts)
+            .top_k(top_k)
+            .layers(1)
+            .format(format)
+            .seed(case as u64)
+            .build()
+            .unwrap();
+        let input: Vec<f32> = (0..tokens * hidden).map(|_| random.normal()).collect();
+        let ids: Vec<i32> = (0..tokens * top_k).map(|_| random.below(experts) as i32).collect();
+        let weights: Vec<f32> = ids.iter().map(|_| random.uniform()).collect();
+        let mut first: Option<Vec<f32>> = None;
+        for (name, team) in &teams {
+            let runtime = kt::runtime().team(team.clone()).build().unwrap();
+            let loaded = runtime.load(&source).unwrap();
+            let mut batch = Batch::new(tokens, input.clone(), ids.clone(), weights.clone()).unwrap();
+            loaded.layer(0).unwrap().forward(&mut batch).unwrap();
+            let output = batch.into_output();
+            assert!(output.iter().any(|v| *v != 0.0));
+            match &first {
+                None => first = Some(output),
+                Some(first) => assert!(
+                    output == *first,
+                    "{format} {hidden}x{intermediate}, {experts} experts, {tokens} tokens: {name} give other bits than {}",
+                    teams[0].0
+                ),
+            }
+            let placed = loaded.residence();
+            let packed: u64 = placed.iter().map(|r| r.bytes).sum();
+            assert_eq!(packed, loaded.packed_bytes());
+            // Nothing is bound to nodes that this machine does not have, and the load says so.
+            if team.shares().len() > 1 && packed > 0 {
+                assert!(placed.iter().all(|r| r.unbound.is_some()), "{name}: {placed:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn dense_matrices_give_the_same_bits_on_every_team() {
+    let source = SyntheticSource::builder()
+        .hidden(96)
+        .intermediate(1000)
+        .experts(1)
+        .top_k(1)
+        .layers(1)
+        .format(Format::Int8(Group::Row))
+        .build()
+        .unwrap();
+    let matrix = kt::WeightSource::matrix(&source, 0, 0, kt::Proj::Gate).unwrap();
+    let mut random = Random(4);
+    for n in [1, 7, 300] {
+        let x: Vec<f32> = (0..n * 96).map(|_| random.normal()).collect();
+        let outputs: Vec<Vec<f32>> = teams()
+            .unwrap()
+            .into_iter()
+            .map(|(_, team)| {
+                let linear = kt::runtime().team(team).build().unwrap().linear(&matrix).unwrap();
+                let mut y = vec![f32::NAN; n * 1000];
+                linear.forward(&x, &mut y).unwrap();
+                y
+            })
+            .collect();
+        assert!(outputs.windows(2).all(|w| w[0] == w[1]));
+    }
+}
+
+#[test]
+fn runtimes_share_a_team_and_a_team_has_its_own_number_of_threads() {
+    let team = Team::builder().threads(2).build().unwrap();
+    let (a, b) = (kt::runtime().team(team.clone()), kt::runtime().team(team.clone()));
+    let (a, b) = (a.build().unwrap(), b.build().unwrap());
+    assert!(Arc::ptr_eq(a.team(), b.team()) && a.threads() == team.threads());
+    let both = kt::runtime().team(team).threads(2).build();
+    assert!(matches!(both, Err(Error::Invalid(text)) if text.contains("team")));
+}
+
+#[test]
+fn nodes_can_be_chosen() {
+    let team = Team::builder().topology(Topology::fake(&[2, 2, 4])).nodes(&[0, 2]).threads(6).oversubscribed();
+    let team = team.build().unwrap();
+    let shares: Vec<_> = team.shares().iter().map(|s| (s.node, s.threads)).collect();
+    assert_eq!(shares, [(0, 2), (2, 4)]);
+    assert!(team.notes().iter().any(|n| n.contains("node 1: not in the list")), "{:?}", team.notes());
+}
+
+/// hwloc's own synthetic machines.
+#[cfg(feature = "numa")]
+#[test]
+fn synthetic_machines_of_hwloc_give_the_same_bits() {
+    let source = SyntheticSource::builder()
+        .hidden(704)
+        .intermediate(416)
+        .experts(5)
+        .top_k(2)
+        .layers(1)
+        .format(Format::Int4(Group::Of(32)))
+        .build()
+        .unwrap();
+    let mut random = Random(6);
+    let input: Vec<f32> = (0..9 * 704).map(|_| random.normal()).collect();
+    let ids: Vec<i32> = (0..18).map(|_| random.below(5) as i32).collect();
+    let mut outputs = Vec::new();
+    for (description, nodes, threads) in [
+        ("numa:1 core:1 pu:1", 1, 1),
+        ("pack:2 [numa(memory=64GB)] l3:1 core:4 pu:2", 2, 8),
+        ("pack:2 [numa] l3:2 core:3 pu:1", 2, 12),
+        ("pack:2 numa:2 core:3 pu:2", 4, 12),
+        ("pack:4 numa:2 core:1 pu:1", 8, 8),
+    ] {
+        let topology = Topology::synthetic(description).unwrap();
+        assert_eq!((topology.nodes().len(), topology.default_threads()), (nodes, threads), "{description}");
+        let team = Team::builder().topology(topology).build().unwrap();
+        assert_eq!((team.shares().len(), team.threads()), (nodes, threads), "{description}");
+        assert!(threads == 1 || team.notes().iter().any(|n| n.contains("synthetic")), "{:?}", team.notes());
+        let loaded = kt::runtime().team(team).build().unwrap().load(&source).unwrap();
+        let mut batch = Batch::new(9, input.clone(), ids.clone(), vec![0.5; 18]).unwrap();
+        loaded.layer(0).unwrap().forward(&mut batch).unwrap();
+        outputs.push(batch.into_output());
+    }
+    assert!(outputs.windows(2).all(|w| w[0] == w[1]));
+    assert!(Topology::synthetic("pack:2 [nonsense").is_err());
+}
