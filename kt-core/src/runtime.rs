@@ -9,12 +9,12 @@ use crate::cpu::memory::HugePages;
 use crate::cpu::team::Team;
 use crate::cpu::tier::Tier;
 use crate::error::{Error, Result, Unsupported};
-use crate::format::{Format, Matrix};
-use crate::layer::LayerSpec;
+use crate::format::{Format, Group, Matrix};
+use crate::layer::{LayerSpec, Proj};
 use crate::pending::{Pending, contain};
-use crate::plan::{Available, LayerPlan, Plan, Verdict, available_memory};
+use crate::plan::{Available, Change, Extra, LayerPlan, Plan, Remedy, Verdict, held_memory, memory_limits};
 use crate::scheduler::{self, Home};
-use crate::source::WeightSource;
+use crate::source::{Reads, WeightSource};
 use crate::work::{Hidden, Work};
 
 /// A backend that a build knows, or why it cannot run here.
@@ -169,10 +169,55 @@ pub struct Runtime {
 /// Options of [`Runtime::load_with`].
 #[derive(Default)]
 pub struct LoadOptions {
-    /// Memory that the caller will take besides: it counts in the plan. (label, bytes)
-    pub extra: Vec<(String, u64)>,
+    /// Memory that the caller will take besides: it counts in the plan.
+    pub extra: Vec<Extra>,
+    /// Most tokens that the caller will put into a batch, where it knows: scratch is planned for no more.
+    pub batch_tokens: Option<usize>,
     /// Progress and cancellation; keep a clone to look at it from another thread.
     pub progress: Arc<Progress>,
+}
+
+/// What experts may become to take less, of what is encoded fast enough to be done at load.
+const SMALLER: [Format; 8] = [
+    Format::Int8(Group::Row),
+    Format::Q8_0,
+    Format::Q6K,
+    Format::Q5K,
+    Format::Int4(Group::Of(32)),
+    Format::Q4K,
+    Format::Q3K,
+    Format::Q2K,
+];
+
+/// Layers of a plan, and what they take besides.
+#[derive(Default)]
+struct LayerPlans {
+    plans: Vec<LayerPlan>,
+    /// Per token of a pass, and per row of a thread's tile.
+    scratch_bytes_per_token: [u64; 2],
+    load_bytes_per_thread: u64,
+}
+
+impl LayerPlans {
+    fn scratch_bytes(&self, tokens: usize, threads: usize) -> u64 {
+        scratch_bytes(self.scratch_bytes_per_token, tokens, threads)
+    }
+}
+
+/// Scratch of all threads for a pass; see [`LayerPlans::scratch_bytes_per_token`].
+fn scratch_bytes([per_token, per_row]: [u64; 2], tokens: usize, threads: usize) -> u64 {
+    // A tile has up to 256 rows; a thread has a panel of unpacked weights, of about a MiB.
+    per_token * tokens as u64 + (per_row * tokens.min(256) as u64 + (1 << 20)) * threads as u64
+}
+
+/// The largest number below `most` of which `good` is true, where that is true up to some number and false from there on.
+fn largest(most: usize, good: impl Fn(usize) -> bool) -> Option<usize> {
+    let (mut below, mut from) = (0, most);
+    while from > below + 1 {
+        let middle = below + (from - below) / 2;
+        if good(middle) { below = middle } else { from = middle }
+    }
+    (below > 0).then_some(below)
 }
 
 /// The backend chosen, and why the others were not.
@@ -246,39 +291,133 @@ impl Runtime {
     /// # Errors
     /// A layer that no backend can run, with every backend's reason.
     pub fn plan(&self, source: &dyn WeightSource) -> Result<Plan> {
-        self.plan_with(source, &[])
+        self.plan_with(source, &LoadOptions::default())
     }
 
-    /// As [`Runtime::plan`], with other memory that the caller will take.
+    /// As [`Runtime::plan`], with what the options say of the caller. Where it fits badly or not at all, the plan says what would help.
     ///
     /// # Errors
     /// As [`Runtime::plan`].
-    pub fn plan_with(&self, source: &dyn WeightSource, extra: &[(String, u64)]) -> Result<Plan> {
-        let mut layers = Vec::new();
-        let mut scratch = 0;
-        for layer in source.layers() {
-            let choice = self.choose_for(layer)?;
-            // Per token of a pass: packed inputs, and this call's f32 output.
-            scratch = scratch.max(choice.fit.scratch_bytes_per_token + 4 * layer.hidden as u64);
-            layers.push(LayerPlan {
+    pub fn plan_with(&self, source: &dyn WeightSource, options: &LoadOptions) -> Result<Plan> {
+        let layers = self.plan_layers(source.layers(), |layer, proj| source.reads(layer, proj))?;
+        let limits = match self.memory_limit {
+            Some(bytes) => vec![Available::limited(bytes)],
+            None => memory_limits(),
+        };
+        let tokens = options.batch_tokens.unwrap_or(self.pass_tokens).min(self.pass_tokens);
+        let mut plan = Plan {
+            scratch_bytes: layers.scratch_bytes(tokens, self.threads()),
+            load_bytes: layers.load_bytes_per_thread * self.threads() as u64,
+            layers: layers.plans,
+            extra: options.extra.clone(),
+            held_bytes: held_memory(),
+            available: limits[0].clone(),
+            limits,
+            nodes: Vec::new(),
+            remedies: Vec::new(),
+        };
+        plan.nodes = vec![(0, plan.resident_bytes())];
+        if plan.verdict() != Verdict::Fits {
+            self.offer_formats(&mut plan, source, tokens);
+            let per_token = layers.scratch_bytes_per_token;
+            let scratch =
+                |tokens, threads| Plan { scratch_bytes: scratch_bytes(per_token, tokens, threads), ..plan.clone() };
+            let better = |p: &Plan| p.verdict() < plan.verdict();
+            let passes = largest(tokens, |n| better(&scratch(n, self.threads())));
+            let threads = largest(self.threads(), |n| {
+                let loading = layers.load_bytes_per_thread * n as u64;
+                better(&Plan { load_bytes: loading, ..scratch(tokens, n) })
+            });
+            let offers = [
+                passes.map(|n| (Change::PassTokens(n), scratch(n, self.threads()))),
+                threads.map(|n| (Change::Threads(n), scratch(tokens, n))),
+            ];
+            for (change, other) in offers.into_iter().flatten() {
+                plan.offer(change, other.need_bytes(), other.verdict());
+            }
+            plan.offer_memory();
+        }
+        Ok(plan)
+    }
+
+    fn plan_layers(&self, specs: &[LayerSpec], reads: impl Fn(&LayerSpec, Proj) -> Reads) -> Result<LayerPlans> {
+        let mut all = LayerPlans::default();
+        for layer in specs {
+            let Choice { backend, fit, declined } = self.choose_for(layer)?;
+            let reads = Proj::ALL.map(|proj| reads(layer, proj));
+            // Sums are of one expert.
+            let copied: u64 = reads.iter().map(|r| r.copied_bytes).sum();
+            let read: u64 = reads.iter().map(|r| r.mapped_bytes).sum();
+            let in_place = fit.packed_bytes == 0 && copied == 0;
+            let one_copy = reads.iter().map(|r| r.copied_bytes).max().unwrap_or(0);
+            let loading = match (in_place, fit.packed_bytes) {
+                (true, _) => 0,
+                (false, 0) => read,
+                (false, _) => read + one_copy,
+            };
+            all.load_bytes_per_thread = all.load_bytes_per_thread.max(loading);
+            // Packed inputs, and the call's f32 output; per row of a tile, two tiles of 256 outputs and the gathered inputs.
+            let input = fit.inputs[0].bytes(1, layer.hidden) as u64;
+            let [token, row] = &mut all.scratch_bytes_per_token;
+            *token = (*token).max(fit.scratch_bytes_per_token + 4 * layer.hidden as u64);
+            *row = (*row).max(2 * 256 * 4 + 2 * input);
+            all.plans.push(LayerPlan {
                 index: layer.index,
                 experts: layer.experts,
                 format: layer.format_label(),
                 stored_bytes: layer.expert_bytes() * layer.experts as u64,
-                token_bytes: layer.expert_bytes() * layer.top_k as u64,
-                backend: choice.backend.name().into(),
-                fit: choice.fit,
-                declined: choice.declined,
+                token_bytes: (fit.packed_bytes + fit.mapped_bytes) / layer.experts.max(1) as u64 * layer.top_k as u64,
+                copied_bytes: fit.mapped_bytes.min(copied * layer.experts as u64),
+                backend: backend.name().into(),
+                fit,
+                declined,
             });
         }
-        // Per thread: two tiles of 256 rows x 128 outputs, and a panel of unpacked weights of about a MiB.
-        let per_thread = (2 * 256 * 128 * 4 + (1 << 20)) as u64;
-        let scratch_bytes = scratch * self.pass_tokens as u64 + per_thread * self.threads() as u64;
-        let available = match self.memory_limit {
-            Some(bytes) => Available { bytes, from: "limit set by the caller".into() },
-            None => available_memory(),
-        };
-        Ok(Plan { layers, extra: extra.to_vec(), scratch_bytes, available })
+        Ok(all)
+    }
+
+    /// What the experts would take in smaller formats: up to three that help, or the smallest when none does.
+    fn offer_formats(&self, plan: &mut Plan, source: &dyn WeightSource, tokens: usize) {
+        let mut offers: Vec<Remedy> = Vec::new();
+        for format in SMALLER {
+            let specs: Option<Vec<LayerSpec>> = source
+                .layers()
+                .iter()
+                .map(|layer| {
+                    let fits = Proj::ALL.iter().all(|&p| format.row_bytes(layer.shape(p).1).is_ok());
+                    fits.then(|| LayerSpec { formats: [format; 3], ..layer.clone() })
+                })
+                .collect();
+            let reads = |layer: &LayerSpec, proj| {
+                let (rows, cols) = layer.shape(proj);
+                let stored = source.layers().iter().find(|l| l.index == layer.index);
+                match stored.map(|l| (source.reads(l, proj), l.format(proj))) {
+                    Some((reads, own)) if own == format => reads,
+                    own => Reads {
+                        mapped_bytes: own.map_or(0, |(reads, _)| reads.mapped_bytes),
+                        copied_bytes: format.stored_bytes(rows, cols),
+                    },
+                }
+            };
+            let Some(layers) = specs.and_then(|specs| self.plan_layers(&specs, reads).ok()) else { continue };
+            let other = Plan {
+                scratch_bytes: layers.scratch_bytes(tokens, self.threads()),
+                load_bytes: layers.load_bytes_per_thread * self.threads() as u64,
+                layers: layers.plans,
+                ..plan.clone()
+            };
+            let (need_bytes, verdict) = (other.need_bytes(), other.verdict());
+            if need_bytes < plan.need_bytes() {
+                offers.push(Remedy { change: Change::ExpertsAs(format), need_bytes, verdict });
+            }
+        }
+        // The more bytes, the more exact.
+        offers.sort_by_key(|r| std::cmp::Reverse(r.need_bytes));
+        let now = plan.verdict();
+        match offers.iter().any(|r| r.verdict < now) {
+            true => plan.remedies.extend(offers.into_iter().filter(|r| r.verdict < now).take(3)),
+            false => plan.remedies.extend(offers.pop()),
+        }
     }
 
     /// Why each backend was or was not chosen for each layer.
@@ -302,7 +441,7 @@ impl Runtime {
     /// # Errors
     /// As [`Runtime::load`], and [`Error::Cancelled`].
     pub fn load_with(&self, source: &dyn WeightSource, options: LoadOptions) -> Result<Experts> {
-        let plan = self.plan_with(source, &options.extra)?;
+        let plan = self.plan_with(source, &options)?;
         if plan.verdict() == Verdict::Refuse {
             return Err(Error::Memory(Box::new(plan)));
         }

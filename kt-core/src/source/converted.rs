@@ -29,7 +29,7 @@ use super::model::Model;
 use super::safetensors::linear::{linear, plain};
 use super::safetensors::shards::{Files, Shards, parsed, side_file};
 use super::safetensors::transposed::Quantization;
-use super::{Metadata, WeightSource};
+use super::{Metadata, Reads, WeightSource};
 use crate::error::{Error, Result};
 use crate::format::float::f32_at;
 use crate::format::{Format, Group, Matrix, ScaleType};
@@ -500,6 +500,12 @@ impl WeightSource for ConvertedSource {
             let (file, name) = self.tensor_name(layer, expert, proj);
             Error::tensor(file, name, what)
         })
+    }
+
+    fn reads(&self, layer: &LayerSpec, proj: Proj) -> Reads {
+        let (rows, cols) = layer.shape(proj);
+        let bytes = layer.format(proj).stored_bytes(rows, cols);
+        Reads { mapped_bytes: bytes, copied_bytes: bytes }
     }
 
     fn tensor_name(&self, layer: usize, expert: usize, proj: Proj) -> (PathBuf, String) {

@@ -29,6 +29,15 @@ use crate::routing::Routing;
 pub use metadata::Metadata;
 use safetensors::shards::{Files, Shards};
 
+/// What one call of [`WeightSource::matrix`] takes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Reads {
+    /// Bytes of mapped files that reading the whole matrix touches.
+    pub mapped_bytes: u64,
+    /// Bytes on the heap that the handle keeps: of a matrix that is not in the file as kernels read it.
+    pub copied_bytes: u64,
+}
+
 /// A checkpoint: shapes and formats of its expert layers, and handles on their bytes.
 ///
 /// The loader calls [`matrix`](WeightSource::matrix) from several threads at once, and keeps each returned handle for as long
@@ -52,6 +61,13 @@ pub trait WeightSource: Send + Sync {
     /// As [`matrix`](WeightSource::matrix).
     fn bias(&self, _layer: usize, _expert: usize, _proj: Proj) -> Result<Option<Vec<f32>>> {
         Ok(None)
+    }
+
+    /// What one projection of an expert of a layer takes to read; headers tell. Without a word to the contrary, its stored
+    /// bytes, from the file's map.
+    fn reads(&self, layer: &LayerSpec, proj: Proj) -> Reads {
+        let (rows, cols) = layer.shape(proj);
+        Reads { mapped_bytes: layer.format(proj).stored_bytes(rows, cols), copied_bytes: 0 }
     }
 
     /// File and name of a projection's tensor, for messages.

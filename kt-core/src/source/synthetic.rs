@@ -9,7 +9,7 @@ use std::sync::LazyLock;
 
 use bytes::Bytes;
 
-use super::{Metadata, WeightSource};
+use super::{Metadata, Reads, WeightSource};
 use crate::activation::{Activation, exp};
 use crate::error::{Error, Result};
 use crate::format::float::f32_to_bf16;
@@ -183,6 +183,11 @@ impl WeightSource for SyntheticSource {
             let (file, tensor) = self.tensor_name(layer, expert, proj);
             Error::tensor(file, tensor, what)
         })
+    }
+
+    fn reads(&self, layer: &LayerSpec, proj: Proj) -> Reads {
+        let (rows, cols) = layer.shape(proj);
+        Reads { mapped_bytes: 0, copied_bytes: layer.format(proj).stored_bytes(rows, cols) }
     }
 
     fn bias(&self, layer: usize, expert: usize, proj: Proj) -> Result<Option<Vec<f32>>> {
