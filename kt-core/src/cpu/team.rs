@@ -18,7 +18,7 @@ use std::any::Any;
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,7 @@ use super::kernel::Scratch;
 use super::memory::AlignedBytes;
 use crate::error::{Error, Result};
 use crate::pending::{Pending, contain};
+use crate::work::Spent;
 
 /// How long a worker spins for the next job before it parks: longer than the gap between two layer calls of a running
 /// model, shorter than what a neighbour on the same core would notice.
@@ -204,7 +205,17 @@ impl Team {
 
     /// Enters a parallel region: the team works for this caller until the region is dropped. Other callers wait.
     pub fn region(&self) -> Region<'_> {
-        Region { team: self, state: self.caller.lock().unwrap_or_else(PoisonError::into_inner) }
+        let mut spent = Spent::default();
+        let state = self.caller.try_lock().unwrap_or_else(|error| match error {
+            TryLockError::Poisoned(poisoned) => poisoned.into_inner(),
+            TryLockError::WouldBlock => {
+                let start = Instant::now();
+                let state = self.caller.lock().unwrap_or_else(PoisonError::into_inner);
+                spent.waiting = start.elapsed();
+                state
+            }
+        });
+        Region { team: self, state, spent }
     }
 
     /// Starts `f` on a thread of its own and returns at once; whoever waits before it has started runs it instead.
@@ -298,12 +309,18 @@ impl<T> Slot<T> {
 pub struct Region<'a> {
     team: &'a Team,
     state: MutexGuard<'a, CallerState>,
+    spent: Spent,
 }
 
 impl Region<'_> {
     /// Threads of the team.
     pub fn threads(&self) -> usize {
         self.team.threads()
+    }
+
+    /// What the caller did with its time so far: in tasks, and waiting for the others. Waking threads is neither.
+    pub fn spent(&self) -> Spent {
+        self.spent
     }
 
     /// Lends the layer call's buffers; give them back with [`Region::put_buffers`].
@@ -323,9 +340,11 @@ impl Region<'_> {
         let scratch = &mut self.state.scratch;
         let shared = &*self.team.shared;
         if tasks <= 1 || self.team.workers.is_empty() {
+            let start = Instant::now();
             for task in 0..tasks {
                 body(task, scratch);
             }
+            self.spent.kernels += start.elapsed();
             return;
         }
         let body: &Body<'_> = &body;
@@ -345,8 +364,11 @@ impl Region<'_> {
                 w.handle.thread().unpark();
             }
         }
+        let start = Instant::now();
         shared.work(job, scratch);
         shared.state.store(epoch << 1, Ordering::SeqCst);
+        let done = Instant::now();
+        self.spent.kernels += done - start;
         let mut spins = 0u32;
         while shared.inside.load(Ordering::SeqCst) != 0 {
             std::hint::spin_loop();
@@ -355,6 +377,9 @@ impl Region<'_> {
                 // A worker was descheduled inside a task: let it have this core.
                 thread::yield_now();
             }
+        }
+        if spins > 0 {
+            self.spent.waiting += done.elapsed();
         }
         let payload = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(payload) = payload {
@@ -416,6 +441,45 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn a_region_tells_where_its_time_went() {
+        let team = Team::oversubscribed(2).unwrap();
+        let caller = thread::current().id();
+        let (long, short) = (Duration::from_millis(60), Duration::from_millis(20));
+        // The caller computes for a while, once the worker has begun a longer task.
+        let begun = AtomicBool::new(false);
+        let mut region = team.region();
+        assert_eq!(region.spent(), Spent::default());
+        region.run(2, |_, _| {
+            if thread::current().id() == caller {
+                let start = Instant::now();
+                while !begun.load(Ordering::SeqCst) && start.elapsed() < Duration::from_secs(10) {
+                    thread::yield_now();
+                }
+                thread::sleep(short);
+            } else {
+                begun.store(true, Ordering::SeqCst);
+                thread::sleep(long);
+            }
+        });
+        let spent = region.spent();
+        assert!(begun.load(Ordering::SeqCst) && spent.kernels >= short && spent.waiting > Duration::ZERO, "{spent:?}");
+        drop(region);
+        // Somebody else waits for the team; again if that thread came too late.
+        let waited = (0..100).any(|_| {
+            let region = team.region();
+            thread::scope(|s| {
+                let other = s.spawn(|| team.region().spent());
+                thread::sleep(short);
+                drop(region);
+                let spent = other.join().unwrap();
+                assert_eq!(spent.kernels, Duration::ZERO);
+                spent.waiting > Duration::ZERO
+            })
+        });
+        assert!(waited);
     }
 
     #[test]

@@ -24,7 +24,7 @@ use crate::format::{ALL, Format};
 use crate::scheduler::{self, Home};
 use crate::source::WeightSource;
 use crate::source::synthetic::{SyntheticBuilder, SyntheticSource};
-use crate::work::{Hidden, Work};
+use crate::work::{Hidden, Spent, Work};
 
 pub use naive::Naive;
 
@@ -146,6 +146,7 @@ fn work(
         rows: share.rows,
         experts: share.experts,
         output: vec![0.0; tokens * hidden],
+        spent: Spent::default(),
     }
 }
 
@@ -408,6 +409,7 @@ fn two_banks(
             rows: share.rows,
             experts: share.experts,
             output: vec![0.0; tokens * hidden],
+            spent: Spent::default(),
         };
         match load(backend, source, experts, 2).and_then(|bank| bank.run(work)) {
             Ok(work) => sum.iter_mut().zip(work.output).for_each(|(s, v)| *s += v),
