@@ -110,7 +110,7 @@ impl Speed {
     fn measure(runtime: &Runtime, isa: Option<Tier>, plan: &Plan) -> anyhow::Result<Speed> {
         let system = System::here();
         let bytes = READ_BYTES.min(system.available().bytes / 8);
-        let meter = Meter::new(runtime.threads(), &system.allowed_cpus(), bytes, isa.unwrap_or(Tier::Amx))?;
+        let meter = Meter::new(runtime.threads(), system.topology().allowed(), bytes, isa.unwrap_or(Tier::Amx))?;
         let read_gb_per_s = meter.read_gb_per_s();
         Ok(Speed { read_gb_per_s, tokens_per_s: plan.tokens_per_second(read_gb_per_s * 1e9) })
     }

@@ -1,7 +1,8 @@
 //! Chooses a backend for every layer, loads, and runs batches.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Progress, Residence};
 use crate::batch::{Batch, NO_EXPERT};
@@ -10,12 +11,14 @@ use crate::cpu::team::Team;
 use crate::cpu::tier::Tier;
 use crate::error::{Error, Result, Unsupported};
 use crate::format::{Format, Group, Matrix};
+use crate::heat::{HeatMap, LayerHeat};
 use crate::layer::{LayerSpec, Proj};
 use crate::pending::{Pending, contain};
 use crate::plan::{Available, Change, Extra, LayerPlan, Plan, Remedy, Verdict, held_memory, memory_limits};
-use crate::scheduler::{self, Home};
+use crate::scheduler::{self, Home, Share};
 use crate::source::{Reads, WeightSource};
-use crate::work::{Hidden, Work};
+use crate::stats::{LayerStats, Stats, Usage};
+use crate::work::{Hidden, Spent, Work};
 
 /// A backend that a build knows, or why it cannot run here.
 pub struct Candidate {
@@ -441,6 +444,7 @@ impl Runtime {
     /// # Errors
     /// As [`Runtime::load`], and [`Error::Cancelled`].
     pub fn load_with(&self, source: &dyn WeightSource, options: LoadOptions) -> Result<Experts> {
+        let _span = tracing::info_span!("load", path = %source.path().display(), threads = self.threads()).entered();
         let plan = self.plan_with(source, &options)?;
         if plan.verdict() == Verdict::Refuse {
             return Err(Error::Memory(Box::new(plan)));
@@ -449,7 +453,8 @@ impl Runtime {
         context.progress.start(plan.layers.iter().map(|l| l.stored_bytes).sum());
         let mut layers = Vec::new();
         for spec in source.layers() {
-            let choice = self.choose_for(spec)?;
+            let _span = tracing::info_span!("load_layer", layer = spec.index).entered();
+            let choice = tracing::info_span!("placement", layer = spec.index).in_scope(|| self.choose_for(spec))?;
             let name = choice.backend.name().to_string();
             let all: Vec<u32> = (0..spec.experts as u32).collect();
             let bank =
@@ -466,8 +471,16 @@ impl Runtime {
             layers.push(LayerExperts {
                 spec: spec.clone(),
                 homes: all.iter().map(|&local| Home { bank: 0, local }).collect(),
-                banks: vec![Bank { backend: name, tier: choice.fit.tier, experts: bank }],
+                banks: vec![Bank {
+                    backend: name,
+                    tier: choice.fit.tier,
+                    experts: bank,
+                    expert_bytes: (choice.fit.packed_bytes + choice.fit.mapped_bytes) / spec.experts.max(1) as u64,
+                    ids: all,
+                }],
                 pass_tokens: self.pass_tokens,
+                team: self.team.clone(),
+                observed: Mutex::new(Observed { counts: vec![0; spec.experts], ..Observed::default() }),
             });
         }
         Ok(Experts { layers: layers.into_iter().map(Arc::new).collect() })
@@ -590,12 +603,56 @@ impl Experts {
     pub fn packed_bytes(&self) -> u64 {
         self.layers.iter().flat_map(|l| &l.banks).map(|b| b.experts.packed_bytes()).sum()
     }
+
+    /// What the calls of every layer did since loading, or since [`Experts::reset_stats`].
+    pub fn stats(&self) -> Stats {
+        let layer = |l: &Arc<LayerExperts>| LayerStats { layer: l.spec.index, usage: l.observed().usage };
+        Stats { layers: self.layers.iter().map(layer).collect() }
+    }
+
+    /// Starts the statistics anew; the heat map goes on.
+    pub fn reset_stats(&self) {
+        self.layers.iter().for_each(|l| l.observed().usage = Usage::default());
+    }
+
+    /// How often each expert was chosen since loading, or since [`Experts::reset_heat_map`]. A batch counts as soon as it is split
+    /// over the banks.
+    pub fn heat_map(&self) -> HeatMap {
+        let layer = |l: &Arc<LayerExperts>| {
+            let observed = l.observed();
+            LayerHeat { layer: l.spec.index, tokens: observed.tokens, counts: observed.counts.clone() }
+        };
+        HeatMap::of(self.layers.iter().map(layer).collect())
+    }
+
+    /// Starts the heat map anew; the statistics go on.
+    pub fn reset_heat_map(&self) {
+        for layer in &self.layers {
+            let mut observed = layer.observed();
+            observed.tokens = 0;
+            observed.counts.fill(0);
+        }
+    }
 }
 
 struct Bank {
     backend: String,
     tier: String,
     experts: Box<dyn ExpertBank>,
+    /// Bytes of weights of one expert, packed or in place.
+    expert_bytes: u64,
+    /// The layer's number of each local expert.
+    ids: Vec<u32>,
+}
+
+/// What a layer's calls did. Behind one lock, taken twice a call: that is no dearer than as many atomic numbers, and nobody sees
+/// the time of a call without its bytes.
+#[derive(Default)]
+struct Observed {
+    usage: Usage,
+    /// For the heat map: tokens routed, and how often each expert was chosen.
+    tokens: u64,
+    counts: Vec<u64>,
 }
 
 /// The experts of one layer.
@@ -604,6 +661,8 @@ pub struct LayerExperts {
     homes: Vec<Home>,
     banks: Vec<Bank>,
     pass_tokens: usize,
+    team: Arc<Team>,
+    observed: Mutex<Observed>,
 }
 
 impl LayerExperts {
@@ -615,6 +674,23 @@ impl LayerExperts {
     /// Name and tier of the backends that hold its experts.
     pub fn backends(&self) -> impl Iterator<Item = (&str, &str)> {
         self.banks.iter().map(|b| (b.backend.as_str(), b.tier.as_str()))
+    }
+
+    fn observed(&self) -> MutexGuard<'_, Observed> {
+        self.observed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts the rows and weights of a pass, and its experts in the heat map.
+    fn count(&self, tokens: usize, shares: &[Share], usage: &mut Usage) {
+        let mut observed = self.observed();
+        observed.tokens += tokens as u64;
+        for (bank, share) in self.banks.iter().zip(shares) {
+            usage.rows += share.rows.len() as u64;
+            usage.weight_bytes += share.experts.len() as u64 * bank.expert_bytes;
+            for group in &share.experts {
+                observed.counts[bank.ids[group.local as usize] as usize] += group.rows.len() as u64;
+            }
+        }
     }
 
     fn check(&self, batch: &Batch) -> Result<()> {
@@ -642,12 +718,16 @@ impl LayerExperts {
     /// # Errors
     /// Wrong slice lengths, an expert id out of range, or a backend's failure; the batch's output is then empty.
     pub fn forward(&self, batch: &mut Batch) -> Result<()> {
+        let _span = tracing::debug_span!("forward", layer = self.spec.index, tokens = batch.tokens).entered();
+        let start = Instant::now();
+        let mut usage = Usage { calls: 1, tokens: batch.tokens as u64, ..Usage::default() };
         let mut output = std::mem::take(&mut batch.output);
         self.check(batch)?;
         output.clear();
         output.resize(batch.tokens * self.spec.hidden, 0.0);
         if batch.tokens <= self.pass_tokens {
-            output = self.pass(&batch.input, 0..batch.tokens, &batch.topk_ids, &batch.topk_weights, output)?;
+            output =
+                self.pass(&batch.input, 0..batch.tokens, &batch.topk_ids, &batch.topk_weights, output, &mut usage)?;
         } else {
             let (hidden, top_k) = (self.spec.hidden, batch.top_k());
             let mut part = Vec::new();
@@ -657,11 +737,13 @@ impl LayerExperts {
                 let (ids, weights) = (&batch.topk_ids[slots.clone()], &batch.topk_weights[slots]);
                 part.clear();
                 part.resize(tokens.len() * hidden, 0.0);
-                part = self.pass(&batch.input, tokens, ids, weights, part)?;
+                part = self.pass(&batch.input, tokens, ids, weights, part, &mut usage)?;
                 output[first * hidden..][..part.len()].copy_from_slice(&part);
             }
         }
         batch.output = output;
+        usage.wall = start.elapsed();
+        self.observed().usage += usage;
         Ok(())
     }
 
@@ -673,10 +755,12 @@ impl LayerExperts {
         ids: &[i32],
         weights: &[f32],
         output: Vec<f32>,
+        usage: &mut Usage,
     ) -> Result<Vec<f32>> {
         let (first, tokens) = (tokens.start, tokens.len());
         let top_k = (ids.len() / tokens.max(1)).max(1);
         let shares = scheduler::split(ids, weights, top_k, &self.homes, self.banks.len());
+        self.count(tokens, &shares, usage);
         let mut works = self.banks.iter().zip(shares).map(|(bank, share)| {
             let work = Work {
                 input: input.clone(),
@@ -686,6 +770,7 @@ impl LayerExperts {
                 rows: share.rows,
                 experts: share.experts,
                 output: Vec::new(),
+                spent: Spent::default(),
             };
             (bank, work)
         });
@@ -694,49 +779,101 @@ impl LayerExperts {
             .map(|(bank, work)| bank.experts.submit(Work { output: vec![0.0; tokens * self.spec.hidden], ..work }))
             .collect();
         work.output = output;
-        let mut output = bank.experts.run(work)?.output;
+        let work = bank.experts.run(work)?;
+        *usage += work.spent;
+        let mut output = work.output;
         for pending in others {
+            let start = Instant::now();
             let other = pending.wait()?;
+            let waited = start.elapsed();
+            // Whoever waits for work that nobody has begun does it: then this was no waiting.
+            let kernels = other.spent.kernels.min(waited);
+            *usage += Spent { kernels, waiting: waited - kernels };
             output.iter_mut().zip(&other.output).for_each(|(o, v)| *o += v);
         }
         Ok(output)
     }
 
-    /// Starts the batch and returns at once; [`Pending::wait`] gives it back with its output.
+    /// Starts the batch on a thread of the runtime's and returns at once; [`Pending::wait`] gives it back with its output.
     ///
     /// What is wrong with the batch is reported by `wait`.
     pub fn submit(self: &Arc<Self>, mut batch: Batch) -> Pending<Batch> {
-        if let Err(e) = self.check(&batch) {
-            return Pending::ready(Err(e));
-        }
-        // A single bank with one pass: its own submit is all there is to do.
-        if let [bank] = &self.banks[..]
-            && batch.tokens <= self.pass_tokens
-        {
-            let mut output = std::mem::take(&mut batch.output);
-            output.clear();
-            output.resize(batch.tokens * self.spec.hidden, 0.0);
-            let top_k = batch.top_k().max(1);
-            let mut shares = scheduler::split(&batch.topk_ids, &batch.topk_weights, top_k, &self.homes, 1);
-            let share = shares.pop().unwrap_or_default();
-            let work = Work {
-                input: batch.input.clone(),
-                first: 0,
-                tokens: batch.tokens,
-                hidden: self.spec.hidden,
-                rows: share.rows,
-                experts: share.experts,
-                output,
-            };
-            return bank.experts.submit(work).map(move |work| {
-                batch.output = work.output;
-                Ok(batch)
-            });
-        }
+        let span = tracing::debug_span!("submit", layer = self.spec.index, tokens = batch.tokens);
         let layer = self.clone();
-        Pending::new(move || {
-            layer.forward(&mut batch)?;
+        let backend = self.banks.first().map_or("", |bank| &bank.backend);
+        self.team.spawn(backend, self.spec.index, move || {
+            span.in_scope(|| layer.forward(&mut batch))?;
             Ok(batch)
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::activation::Activation;
+
+    /// A bank that adds its number to every token it gets, and says how long it computed.
+    struct Fake(f32, Duration);
+
+    impl ExpertBank for Fake {
+        fn submit(&self, mut work: Work) -> Pending<Work> {
+            for row in &work.rows {
+                work.output[row.token as usize * work.hidden] += self.0;
+            }
+            work.spent.kernels = self.1;
+            let length = self.1.min(Duration::from_millis(5));
+            Pending::new(move || {
+                std::thread::sleep(length);
+                Ok(work)
+            })
+        }
+
+        fn packed_bytes(&self) -> u64 {
+            0
+        }
+    }
+
+    #[test]
+    fn banks_are_observed_together() {
+        let bank = |number, kernels, expert_bytes, ids: &[u32]| Bank {
+            backend: "fake".into(),
+            tier: "none".into(),
+            experts: Box::new(Fake(number, kernels)),
+            expert_bytes,
+            ids: ids.to_vec(),
+        };
+        let spec = LayerSpec {
+            index: 4,
+            experts: 4,
+            top_k: 2,
+            hidden: 2,
+            intermediate: 2,
+            formats: [Format::Bf16; 3],
+            activation: Activation::SiluMul,
+            biases: false,
+        };
+        let hour = Duration::from_secs(3600);
+        let home = |bank, local| Home { bank, local };
+        let layer = LayerExperts {
+            spec,
+            homes: vec![home(1, 0), home(0, 0), home(0, 1), home(1, 1)],
+            // The second says that it computed for longer than anybody waited for it.
+            banks: vec![bank(1.0, Duration::from_millis(2), 10, &[1, 2]), bank(8.0, hour, 1000, &[0, 3])],
+            pass_tokens: 8,
+            team: Team::new(1).unwrap(),
+            observed: Mutex::new(Observed { counts: vec![0; 4], ..Observed::default() }),
+        };
+        let experts = Experts { layers: vec![Arc::new(layer)] };
+        let mut batch = Batch::new(3, vec![0.0; 6], vec![3, 0, 3, 1, 1, -1], vec![1.0; 6]).unwrap();
+        experts.layers[0].forward(&mut batch).unwrap();
+        assert_eq!(batch.output(), [16.0, 0.0, 9.0, 0.0, 1.0, 0.0]);
+        let map = experts.heat_map();
+        assert_eq!(map.layers(), [LayerHeat { layer: 4, tokens: 3, counts: vec![1, 2, 0, 2] }]);
+        let usage = experts.stats().layers[0].usage;
+        assert_eq!((usage.calls, usage.tokens, usage.rows, usage.weight_bytes), (1, 3, 5, 10 + 2 * 1000));
+        assert!(usage.kernels >= Duration::from_millis(7) && usage.kernels + usage.waiting <= usage.wall, "{usage:?}");
     }
 }

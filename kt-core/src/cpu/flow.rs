@@ -471,7 +471,7 @@ fn pack_rows<K: Kernel>(
     };
     // One row takes about a microsecond: less than waking anybody.
     if rows <= 2 {
-        (0..rows).for_each(pack);
+        region.run(1, |_, _| (0..rows).for_each(pack));
     } else {
         region.run(rows, |row, _| pack(row));
     }
@@ -594,6 +594,7 @@ impl<K: Kernel> BankInner<K> {
         });
         drop(grid);
         region.put_buffers(buffers);
+        work.spent = region.spent();
         work
     }
 

@@ -25,7 +25,7 @@ use crate::format::{ALL, Format};
 use crate::scheduler::{self, Home};
 use crate::source::WeightSource;
 use crate::source::synthetic::{SyntheticBuilder, SyntheticSource};
-use crate::work::{Hidden, Work};
+use crate::work::{Hidden, Spent, Work};
 
 pub use naive::Naive;
 
@@ -147,6 +147,7 @@ fn work(
         rows: share.rows,
         experts: share.experts,
         output: vec![0.0; tokens * hidden],
+        spent: Spent::default(),
     }
 }
 
@@ -439,6 +440,7 @@ fn two_banks(
             rows: share.rows,
             experts: share.experts,
             output: vec![0.0; tokens * hidden],
+            spent: Spent::default(),
         };
         match load(backend, source, experts, team).and_then(|bank| bank.run(work)) {
             Ok(work) => sum.iter_mut().zip(work.output).for_each(|(s, v)| *s += v),
