@@ -1,10 +1,12 @@
 //! Chooses a backend for every layer, loads, and runs batches.
 
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Progress, Residence};
 use crate::batch::{Batch, NO_EXPERT};
+use crate::cpu::cache::{CacheReport, PackedCache};
 use crate::cpu::memory::HugePages;
 use crate::cpu::team::Team;
 use crate::cpu::tier::Tier;
@@ -42,6 +44,7 @@ pub struct RuntimeBuilder {
     backend: Option<String>,
     max_tier: Tier,
     memory_limit: Option<u64>,
+    packed_cache: Option<PathBuf>,
     pass_tokens: usize,
 }
 
@@ -57,6 +60,7 @@ impl RuntimeBuilder {
             backend: None,
             max_tier: Tier::Amx,
             memory_limit: None,
+            packed_cache: None,
             pass_tokens: 1024,
         }
     }
@@ -101,6 +105,17 @@ impl RuntimeBuilder {
     /// Memory that loading may take, in place of what the system says is available.
     pub fn memory_limit(mut self, bytes: u64) -> Self {
         self.memory_limit = Some(bytes);
+        self
+    }
+
+    /// Keeps experts on disk as they are packed, in a directory that is made when it is needed: the first load writes them, later ones map
+    /// them in place of packing. It takes about as much disk as the experts take memory.
+    ///
+    /// Files of another version of this library, another tier, or a checkpoint that has changed since are made anew, each load telling why
+    /// ([`Experts::packed_cache`]). One checkpoint has one set of files for each backend and format. The directory may be shared by
+    /// processes, and be deleted at any time; it must be trusted as the checkpoint is, and nobody may truncate its files.
+    pub fn packed_cache(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.packed_cache = Some(dir.into());
         self
     }
 
@@ -152,6 +167,7 @@ impl RuntimeBuilder {
             huge_pages: self.huge_pages,
             candidates,
             memory_limit: self.memory_limit,
+            packed_cache: self.packed_cache,
             pass_tokens: self.pass_tokens,
         })
     }
@@ -163,6 +179,7 @@ pub struct Runtime {
     huge_pages: HugePages,
     candidates: Vec<Candidate>,
     memory_limit: Option<u64>,
+    packed_cache: Option<PathBuf>,
     pass_tokens: usize,
 }
 
@@ -254,10 +271,31 @@ impl Runtime {
     /// # Errors
     /// As [`Runtime::plan`].
     pub fn plan_with(&self, source: &dyn WeightSource, extra: &[(String, u64)]) -> Result<Plan> {
+        self.plan_beside(source, extra, self.cache_of(source).as_ref())
+    }
+
+    /// The packed cache for this checkpoint.
+    fn cache_of(&self, source: &dyn WeightSource) -> Option<PackedCache> {
+        self.packed_cache.as_ref().map(|dir| PackedCache::new(dir, source))
+    }
+
+    fn plan_beside(
+        &self,
+        source: &dyn WeightSource,
+        extra: &[(String, u64)],
+        cache: Option<&PackedCache>,
+    ) -> Result<Plan> {
         let mut layers = Vec::new();
         let mut scratch = 0;
+        // Elsewhere packed experts are copied out of the cache, to the memory of their nodes.
+        let cache = cache.filter(|_| !self.team.wants_memory_near());
         for layer in source.layers() {
-            let choice = self.choose_for(layer)?;
+            let mut choice = self.choose_for(layer)?;
+            let all: Vec<u32> = (0..layer.experts as u32).collect();
+            if cache.is_some_and(|cache| choice.backend.is_cached(layer, &all, cache)) {
+                choice.fit.mapped_bytes += std::mem::take(&mut choice.fit.packed_bytes);
+                choice.fit.how += "; from the packed cache";
+            }
             // Per token of a pass: packed inputs, and this call's f32 output.
             scratch = scratch.max(choice.fit.scratch_bytes_per_token + 4 * layer.hidden as u64);
             layers.push(LayerPlan {
@@ -302,11 +340,17 @@ impl Runtime {
     /// # Errors
     /// As [`Runtime::load`], and [`Error::Cancelled`].
     pub fn load_with(&self, source: &dyn WeightSource, options: LoadOptions) -> Result<Experts> {
-        let plan = self.plan_with(source, &options.extra)?;
+        let cache = self.cache_of(source).map(Arc::new);
+        let plan = self.plan_beside(source, &options.extra, cache.as_deref())?;
         if plan.verdict() == Verdict::Refuse {
             return Err(Error::Memory(Box::new(plan)));
         }
-        let context = LoadContext { team: self.team.clone(), progress: options.progress, huge_pages: self.huge_pages };
+        let context = LoadContext {
+            team: self.team.clone(),
+            progress: options.progress,
+            huge_pages: self.huge_pages,
+            cache: cache.clone(),
+        };
         context.progress.start(plan.layers.iter().map(|l| l.stored_bytes).sum());
         let mut layers = Vec::new();
         for spec in source.layers() {
@@ -331,7 +375,17 @@ impl Runtime {
                 pass_tokens: self.pass_tokens,
             });
         }
-        Ok(Experts { layers: layers.into_iter().map(Arc::new).collect() })
+        let cache = cache.map(|cache| cache.report());
+        if let Some(cache) = &cache {
+            tracing::info!(
+                dir = %cache.dir.display(),
+                mapped_bytes = cache.mapped_bytes,
+                written_bytes = cache.written_bytes,
+                problems = cache.problems.len(),
+                "packed cache"
+            );
+        }
+        Ok(Experts { layers: layers.into_iter().map(Arc::new).collect(), cache })
     }
 
     /// Packs one matrix outside of experts, for a host's dense layers.
@@ -341,7 +395,8 @@ impl Runtime {
     pub fn linear(&self, matrix: &Matrix) -> Result<Linear> {
         let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
         let choice = self.choose_linear(format, rows, cols)?;
-        let context = LoadContext { team: self.team.clone(), progress: Arc::default(), huge_pages: self.huge_pages };
+        let context =
+            LoadContext { team: self.team.clone(), progress: Arc::default(), huge_pages: self.huge_pages, cache: None };
         let op = choice.backend.linear(matrix, &context)?;
         Ok(Linear { op, backend: choice.backend.name().into(), tier: choice.fit.tier })
     }
@@ -412,6 +467,7 @@ impl Linear {
 /// All expert layers of a model, loaded.
 pub struct Experts {
     layers: Vec<Arc<LayerExperts>>,
+    cache: Option<CacheReport>,
 }
 
 impl Experts {
@@ -447,7 +503,12 @@ impl Experts {
         nodes
     }
 
-    /// Bytes of memory that hold packed experts.
+    /// What the packed cache did for this load, if there is one ([`RuntimeBuilder::packed_cache`]).
+    pub fn packed_cache(&self) -> Option<&CacheReport> {
+        self.cache.as_ref()
+    }
+
+    /// Bytes of memory that hold packed experts; those mapped from the packed cache do not count.
     pub fn packed_bytes(&self) -> u64 {
         self.layers.iter().flat_map(|l| &l.banks).map(|b| b.experts.packed_bytes()).sum()
     }

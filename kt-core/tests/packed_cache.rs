@@ -65,7 +65,7 @@ fn what_was_stored_is_found_again() {
     let cache = PackedCache::new(&deep, &source);
     assert!(matches!(cache.find(&key(layer)), Found::Missing) && !cache.has(&key(layer)));
     assert!(cache.load(&key(layer)).is_none());
-    cache.save(&key(layer), &payload(0));
+    cache.save(&key(layer), &[&payload(0)]);
     assert!(cache.has(&key(layer)));
     // Another process's cache: nothing is remembered but the files.
     let again = PackedCache::new(&deep, &source);
@@ -75,7 +75,7 @@ fn what_was_stored_is_found_again() {
     assert!(matches!(again.find(&key(&source.layers()[2])), Found::Missing));
     assert!(matches!(again.find(&Key { backend: "other", ..key(layer) }), Found::Missing));
     // A rebuilt file takes the place of the old one, and who mapped that keeps it.
-    again.save(&key(layer), &payload(1));
+    again.save(&key(layer), &[&payload(1)]);
     assert!(mapped(again.find(&key(layer))) == payload(1) && bytes == payload(0));
     assert_eq!(names(&deep).len(), 1);
     let (first, second) = (cache.report(), again.report());
@@ -90,7 +90,7 @@ fn damage_is_refused_and_repaired() {
     let source = source(1);
     let key = key(&source.layers()[0]);
     let cache = PackedCache::new(&dir.0, &source);
-    cache.save(&key, &payload(0));
+    cache.save(&key, &[&payload(0)]);
     let path = cache.path(&key);
     let good = fs::read(&path).unwrap();
     assert_eq!(good.len(), HEADER + BYTES);
@@ -136,7 +136,7 @@ fn damage_is_refused_and_repaired() {
     let problems = cache.report().problems;
     let [problem] = &problems[..] else { panic!("{problems:?}") };
     assert!(problem.contains("packed again") && problem.contains(path.to_str().unwrap()), "{problem}");
-    cache.save(&key, &payload(0));
+    cache.save(&key, &[&payload(0)]);
     assert!(mapped(cache.find(&key)) == payload(0));
 }
 
@@ -165,7 +165,7 @@ fn what_was_made_for_something_else_is_refused() {
     ];
     for (stranger, want) in &strangers {
         let path = cache.path(stranger);
-        cache.save(stranger, &payload(0));
+        cache.save(stranger, &[&payload(0)]);
         if path != cache.path(&key) {
             fs::rename(path, cache.path(&key)).unwrap();
         }
@@ -173,21 +173,21 @@ fn what_was_made_for_something_else_is_refused() {
         assert!(!cache.has(&key));
     }
     let short = Key { bytes: BYTES - 64, ..key.clone() };
-    cache.save(&short, &payload(0)[..BYTES - 64]);
+    cache.save(&short, &[&payload(0)[..BYTES - 64]]);
     refused(cache.find(&key), "damaged");
     // Only what a user chooses is in the name: the rest is replaced.
     assert_eq!(cache.path(&strangers[0].0), cache.path(&key));
     assert_eq!(cache.path(&strangers[1].0), cache.path(&key));
     assert_ne!(cache.path(&strangers[6].0), cache.path(&key));
     let other = PackedCache::new(&dir.0, &other_source);
-    other.save(&key, &payload(0));
+    other.save(&key, &[&payload(0)]);
     refused(cache.find(&key), "the checkpoint has changed since");
-    cache.save(&key, &payload(1));
+    cache.save(&key, &[&payload(1)]);
     assert!(mapped(cache.find(&key)) == payload(1));
     assert_eq!(names(&dir.0).len(), 1);
     let problems = cache.report().problems;
     assert!(problems.is_empty(), "{problems:?}");
-    cache.save(&key, &payload(0)[1..]);
+    cache.save(&key, &[&payload(0)[1..]]);
     assert!(cache.report().problems[0].contains("expected 9437248 elements"), "{:?}", cache.report());
 }
 
@@ -249,7 +249,7 @@ fn checkpoints_are_told_apart_by_their_files() {
     assert_eq!(memory.fingerprint(), None);
     let cache = PackedCache::new(dir.0.join("cache"), &memory);
     let key = key(&memory.layers()[0]);
-    cache.save(&key, &payload(0));
+    cache.save(&key, &[&payload(0)]);
     assert!(cache.load(&key).is_none() && !dir.0.join("cache").exists());
     assert!(cache.report().problems[0].contains("cannot be cached"), "{:?}", cache.report());
 }
@@ -260,14 +260,14 @@ fn what_is_no_plain_file_is_refused() {
     let source = source(1);
     let key = key(&source.layers()[0]);
     let cache = PackedCache::new(dir.0.join("cache"), &source);
-    cache.save(&key, &payload(0));
+    cache.save(&key, &[&payload(0)]);
     let path = cache.path(&key);
     // A link, even to what would be right: refused, and replaced without touching what it leads to.
     let elsewhere = dir.0.join("elsewhere");
     fs::rename(&path, &elsewhere).unwrap();
     std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
     refused(cache.find(&key), "symbolic link");
-    cache.save(&key, &payload(1));
+    cache.save(&key, &[&payload(1)]);
     assert!(mapped(cache.find(&key)) == payload(1));
     assert!(fs::read(&elsewhere).unwrap()[HEADER..] == payload(0));
     // A pipe that nobody writes to.
@@ -279,14 +279,14 @@ fn what_is_no_plain_file_is_refused() {
     fs::create_dir(&path).unwrap();
     refused(cache.find(&key), "not a plain file");
     assert!(cache.report().problems.is_empty());
-    cache.save(&key, &payload(0));
+    cache.save(&key, &[&payload(0)]);
     let problems = cache.report().problems;
     assert!(problems[0].contains("not written") && problems[0].contains("irectory"), "{problems:?}");
     assert_eq!(names(&dir.0.join("cache")), [path.file_name().unwrap().to_str().unwrap()]);
     // A cache directory that is a file.
     let cache = PackedCache::new(&elsewhere, &source);
     refused(cache.find(&key), "irectory");
-    assert!(cache.store(&key, &payload(0)).unwrap_err().to_string().contains("elsewhere"));
+    assert!(cache.store(&key, &[&payload(0)]).unwrap_err().to_string().contains("elsewhere"));
 }
 
 #[test]
@@ -300,7 +300,7 @@ fn a_reader_among_writers_sees_whole_files() {
             let (key, source, dir) = (&key, &source, &dir);
             scope.spawn(move || {
                 for _ in 0..8 {
-                    assert!(PackedCache::new(&dir.0, source).store(key, &payload(salt)).unwrap());
+                    assert!(PackedCache::new(&dir.0, source).store(key, &[&payload(salt)]).unwrap());
                 }
             });
         }
@@ -331,7 +331,7 @@ fn a_full_disk_leaves_nothing_broken() {
     let source = source(1);
     let [key, other] = [0, 1].map(|layer| key(&source.layers()[layer]));
     let cache = PackedCache::new(&dir.0, &source);
-    assert!(cache.store(&other, &payload(0)).unwrap());
+    assert!(cache.store(&other, &[&payload(0)]).unwrap());
     // A limit of the length of files fails writes as a full disk does: in the middle, where space could not be looked at.
     let status = limited("trap '' XFSZ;", "fail", &dir.0);
     assert!(status.success(), "{status}");
@@ -379,11 +379,11 @@ fn a_killed_writer_leaves_nothing_broken() {
     let held = PathBuf::from(held);
     let file = File::create(&held).unwrap();
     file.lock().unwrap();
-    assert!(cache.store(&key, &payload(0)).unwrap());
+    assert!(cache.store(&key, &[&payload(0)]).unwrap());
     assert!(mapped(cache.find(&key)) == payload(0));
     assert!(held.exists() && !dir.0.join(&left[0]).exists(), "{:?}", names(&dir.0));
     drop(file);
-    assert!(cache.store(&key, &payload(0)).unwrap());
+    assert!(cache.store(&key, &[&payload(0)]).unwrap());
     assert_eq!(names(&dir.0).len(), 1, "{:?}", names(&dir.0));
 }
 
@@ -417,19 +417,19 @@ fn child_process() {
     let key = key(&source.layers()[0]);
     let cache = PackedCache::new(PathBuf::from(&dir), &source);
     match what.as_str() {
-        "write" => (0..8).for_each(|_| assert!(cache.store(&key, &payload(1)).unwrap())),
+        "write" => (0..8).for_each(|_| assert!(cache.store(&key, &[&payload(1)]).unwrap())),
         "fail" => {
-            let error = cache.store(&key, &payload(0)).unwrap_err().to_string();
+            let error = cache.store(&key, &[&payload(0)]).unwrap_err().to_string();
             assert!(error.contains(".tmp") && error.contains("too large"), "{error}");
-            cache.save(&key, &payload(0));
+            cache.save(&key, &[&payload(0)]);
             assert!(cache.report().problems[0].contains("not written"), "{:?}", cache.report());
         }
         "small" => {
-            let error = cache.store(&key, &payload(0)).unwrap_err().to_string();
+            let error = cache.store(&key, &[&payload(0)]).unwrap_err().to_string();
             assert!(error.contains("9441344 bytes are needed here") && error.contains("are free"), "{error}");
             assert!(names(dir.as_ref()).is_empty());
             let small = Key { bytes: 4096, ..key.clone() };
-            assert!(cache.store(&small, &payload(0)[..4096]).unwrap());
+            assert!(cache.store(&small, &[&payload(0)[..4096]]).unwrap());
             assert_eq!(mapped(cache.find(&small)), payload(0)[..4096]);
         }
         other => panic!("{other}"),

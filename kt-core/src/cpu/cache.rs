@@ -26,7 +26,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use rayon::prelude::*;
-use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_128};
 
 use super::tier::Tier;
 use crate::error::{Error, Result};
@@ -148,14 +148,15 @@ impl PackedCache {
         }
     }
 
-    /// For backends, after packing: writes the packed matrices. Failing to goes into the report and changes nothing else.
-    pub fn save(&self, key: &Key<'_>, packed: &[u8]) {
-        match self.store(key, packed) {
+    /// For backends, after packing: writes the packed matrices, which are `parts` one after another. Failing to goes into the report and
+    /// changes nothing else.
+    pub fn save(&self, key: &Key<'_>, parts: &[&[u8]]) {
+        match self.store(key, parts) {
             Ok(false) => {}
             Ok(true) => {
                 let mut report = self.report_mut();
                 report.written_layers += 1;
-                report.written_bytes += packed.len() as u64;
+                report.written_bytes += key.bytes as u64;
             }
             Err(e) => self.problem(key.layer.index, format!("not written: {e}")),
         }
@@ -217,7 +218,7 @@ impl PackedCache {
             Err(e) => return Found::Refused(self.blame(key, &e.to_string())),
         };
         let packed = map.slice(header..header + key.bytes);
-        match self::checksum(&packed) == checksum {
+        match self::checksum(&[&packed]) == checksum {
             true => Found::Mapped(packed),
             false => Found::Refused(self.blame(key, "its checksum is wrong: the file is damaged")),
         }
@@ -273,17 +274,19 @@ impl PackedCache {
         Ok(Some((file, due.len(), checksum)))
     }
 
-    /// Writes the packed matrices of a key, in place of whatever file was there. `false`: the checkpoint cannot be cached.
+    /// Writes the packed matrices of a key, which are `parts` one after another, in place of whatever file was there. `false`: the
+    /// checkpoint cannot be cached.
     ///
     /// The file is written under a name of its own, brought to the disk and renamed; when that fails, nothing is left of it. Several
     /// processes may do so at once: each succeeds, and the last one's file stays.
     ///
     /// # Errors
     /// What the system refused; that the disk has too little space, which is looked at beforehand.
-    pub fn store(&self, key: &Key<'_>, packed: &[u8]) -> Result<bool> {
+    pub fn store(&self, key: &Key<'_>, parts: &[&[u8]]) -> Result<bool> {
         let Some(fingerprint) = self.fingerprint else { return Ok(false) };
-        if packed.len() != key.bytes {
-            return Err(Error::Length { what: "packed experts", expected: key.bytes, got: packed.len() });
+        let got = parts.iter().map(|p| p.len()).sum();
+        if got != key.bytes {
+            return Err(Error::Length { what: "packed experts", expected: key.bytes, got });
         }
         let path = self.path(key);
         let io = |path: &Path| {
@@ -292,8 +295,8 @@ impl PackedCache {
         };
         fs::create_dir_all(&self.dir).map_err(io(&self.dir))?;
         remove_leftovers(&self.dir, &path);
-        let header = self.header(key, fingerprint, checksum(packed));
-        let need = (header.len() + packed.len()) as u64;
+        let header = self.header(key, fingerprint, checksum(parts));
+        let need = (header.len() + key.bytes) as u64;
         if let Some(free) = free_bytes(&self.dir)
             && free < need
         {
@@ -303,7 +306,8 @@ impl PackedCache {
         }
         let mut temporary = Temporary::new(&path)?;
         let file = &mut temporary.file;
-        let written = file.write_all(&header).and_then(|_| file.write_all(packed)).and_then(|_| file.sync_all());
+        let mut pieces = std::iter::once(&header[..]).chain(parts.iter().copied());
+        let written = pieces.try_for_each(|piece| file.write_all(piece)).and_then(|_| file.sync_all());
         written.map_err(io(&temporary.path))?;
         fs::rename(&temporary.path, &path).map_err(io(&path))?;
         temporary.renamed = true;
@@ -372,9 +376,29 @@ fn ranges(experts: &[u32]) -> String {
     text
 }
 
-/// The checksum of packed matrices: of the checksums of their chunks, which all threads of rayon compute.
-fn checksum(packed: &[u8]) -> u64 {
-    let chunks: Vec<u64> = packed.par_chunks(CHUNK).map(xxh3_64).collect();
+/// The checksum of packed matrices, which are `parts` one after another: of the checksums of their chunks, which all threads of rayon
+/// compute. However they are cut into parts, it is the same.
+fn checksum(parts: &[&[u8]]) -> u64 {
+    let ends: Vec<usize> = parts
+        .iter()
+        .scan(0, |end, part| {
+            *end += part.len();
+            Some(*end)
+        })
+        .collect();
+    let total = ends.last().copied().unwrap_or(0);
+    let chunk = |i: usize| {
+        let (mut hash, mut at, end) = (Xxh3::new(), i * CHUNK, total.min((i + 1) * CHUNK));
+        let mut part = ends.partition_point(|&end| end <= at);
+        while at < end {
+            let start = ends[part] - parts[part].len();
+            let upto = end.min(ends[part]);
+            hash.update(&parts[part][at - start..upto - start]);
+            (at, part) = (upto, part + 1);
+        }
+        hash.digest()
+    };
+    let chunks: Vec<u64> = (0..total.div_ceil(CHUNK)).into_par_iter().map(chunk).collect();
     let bytes: Vec<u8> = chunks.into_iter().flat_map(u64::to_le_bytes).collect();
     xxh3_64(&bytes)
 }
@@ -460,4 +484,31 @@ fn free_bytes(dir: &Path) -> Option<u64> {
 #[cfg(not(unix))]
 fn free_bytes(_dir: &Path) -> Option<u64> {
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_checksum_is_of_the_bytes_and_not_of_how_they_are_cut() {
+        let bytes: Vec<u8> = (0..2 * CHUNK + 1000).map(|i| (i / 7) as u8).collect();
+        let whole = checksum(&[&bytes]);
+        for cuts in [&[0, 1, CHUNK][..], &[CHUNK - 1, CHUNK + 1, 2 * CHUNK], &[64, 64, 2 * CHUNK + 999]] {
+            let mut parts = Vec::new();
+            let mut rest = &bytes[..];
+            for cut in cuts.iter().rev() {
+                let (head, tail) = rest.split_at(*cut);
+                parts.insert(0, tail);
+                rest = head;
+            }
+            parts.insert(0, rest);
+            assert_eq!(checksum(&parts), whole, "{cuts:?}");
+        }
+        let mut other = bytes.clone();
+        other[CHUNK + 5] ^= 1;
+        assert_ne!(checksum(&[&other]), whole);
+        assert_ne!(checksum(&[&bytes[..bytes.len() - 1]]), whole);
+        assert_eq!(checksum(&[]), checksum(&[&[], &[]]));
+    }
 }
