@@ -1,11 +1,13 @@
 //! Chooses a backend for every layer, loads, and runs batches.
 
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Progress, Residence};
 use crate::batch::{Batch, NO_EXPERT};
+use crate::cpu::cache::{CacheReport, PackedCache};
 use crate::cpu::memory::HugePages;
 use crate::cpu::team::Team;
 use crate::cpu::tier::Tier;
@@ -45,6 +47,7 @@ pub struct RuntimeBuilder {
     backend: Option<String>,
     max_tier: Tier,
     memory_limit: Option<u64>,
+    packed_cache: Option<PathBuf>,
     pass_tokens: usize,
 }
 
@@ -60,6 +63,7 @@ impl RuntimeBuilder {
             backend: None,
             max_tier: Tier::Amx,
             memory_limit: None,
+            packed_cache: None,
             pass_tokens: 1024,
         }
     }
@@ -104,6 +108,17 @@ impl RuntimeBuilder {
     /// Memory that loading may take, in place of what the system says is available.
     pub fn memory_limit(mut self, bytes: u64) -> Self {
         self.memory_limit = Some(bytes);
+        self
+    }
+
+    /// Keeps experts on disk as they are packed, in a directory that is made when it is needed: the first load writes them, later ones map
+    /// them in place of packing. It takes about as much disk as the experts take memory.
+    ///
+    /// Files of another version of this library, another tier, or a checkpoint that has changed since are made anew, each load telling why
+    /// ([`Experts::packed_cache`]). One checkpoint has one set of files for each backend and format. The directory may be shared by
+    /// processes, and be deleted at any time; it must be trusted as the checkpoint is, and nobody may truncate its files.
+    pub fn packed_cache(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.packed_cache = Some(dir.into());
         self
     }
 
@@ -155,6 +170,7 @@ impl RuntimeBuilder {
             huge_pages: self.huge_pages,
             candidates,
             memory_limit: self.memory_limit,
+            packed_cache: self.packed_cache,
             pass_tokens: self.pass_tokens,
         })
     }
@@ -166,6 +182,7 @@ pub struct Runtime {
     huge_pages: HugePages,
     candidates: Vec<Candidate>,
     memory_limit: Option<u64>,
+    packed_cache: Option<PathBuf>,
     pass_tokens: usize,
 }
 
@@ -302,7 +319,23 @@ impl Runtime {
     /// # Errors
     /// As [`Runtime::plan`].
     pub fn plan_with(&self, source: &dyn WeightSource, options: &LoadOptions) -> Result<Plan> {
-        let layers = self.plan_layers(source.layers(), |layer, proj| source.reads(layer, proj))?;
+        self.plan_beside(source, options, self.cache_of(source).as_ref())
+    }
+
+    /// The packed cache for this checkpoint.
+    fn cache_of(&self, source: &dyn WeightSource) -> Option<PackedCache> {
+        self.packed_cache.as_ref().map(|dir| PackedCache::new(dir, source))
+    }
+
+    fn plan_beside(
+        &self,
+        source: &dyn WeightSource,
+        options: &LoadOptions,
+        cache: Option<&PackedCache>,
+    ) -> Result<Plan> {
+        // Elsewhere packed experts are copied out of the cache, to the memory of their nodes.
+        let cache = cache.filter(|_| !self.team.wants_memory_near());
+        let layers = self.plan_layers(source.layers(), cache, |layer, proj| source.reads(layer, proj))?;
         let limits = match self.memory_limit {
             Some(bytes) => vec![Available::limited(bytes)],
             None => memory_limits(),
@@ -343,11 +376,25 @@ impl Runtime {
         Ok(plan)
     }
 
-    fn plan_layers(&self, specs: &[LayerSpec], reads: impl Fn(&LayerSpec, Proj) -> Reads) -> Result<LayerPlans> {
+    fn plan_layers(
+        &self,
+        specs: &[LayerSpec],
+        cache: Option<&PackedCache>,
+        reads: impl Fn(&LayerSpec, Proj) -> Reads,
+    ) -> Result<LayerPlans> {
         let mut all = LayerPlans::default();
         for layer in specs {
-            let Choice { backend, fit, declined } = self.choose_for(layer)?;
-            let reads = Proj::ALL.map(|proj| reads(layer, proj));
+            let Choice { backend, mut fit, declined } = self.choose_for(layer)?;
+            let experts: Vec<u32> = (0..layer.experts as u32).collect();
+            let cached = cache.is_some_and(|cache| backend.is_cached(layer, &experts, cache));
+            if cached {
+                fit.mapped_bytes += std::mem::take(&mut fit.packed_bytes);
+                fit.how += "; from the packed cache";
+            }
+            let reads = match cached {
+                true => [Reads::default(); 3],
+                false => Proj::ALL.map(|proj| reads(layer, proj)),
+            };
             // Sums are of one expert.
             let copied: u64 = reads.iter().map(|r| r.copied_bytes).sum();
             let read: u64 = reads.iter().map(|r| r.mapped_bytes).sum();
@@ -402,7 +449,7 @@ impl Runtime {
                     },
                 }
             };
-            let Some(layers) = specs.and_then(|specs| self.plan_layers(&specs, reads).ok()) else { continue };
+            let Some(layers) = specs.and_then(|specs| self.plan_layers(&specs, None, reads).ok()) else { continue };
             let other = Plan {
                 scratch_bytes: layers.scratch_bytes(tokens, self.threads()),
                 load_bytes: layers.load_bytes_per_thread * self.threads() as u64,
@@ -445,11 +492,17 @@ impl Runtime {
     /// As [`Runtime::load`], and [`Error::Cancelled`].
     pub fn load_with(&self, source: &dyn WeightSource, options: LoadOptions) -> Result<Experts> {
         let _span = tracing::info_span!("load", path = %source.path().display(), threads = self.threads()).entered();
-        let plan = self.plan_with(source, &options)?;
+        let cache = self.cache_of(source).map(Arc::new);
+        let plan = self.plan_beside(source, &options, cache.as_deref())?;
         if plan.verdict() == Verdict::Refuse {
             return Err(Error::Memory(Box::new(plan)));
         }
-        let context = LoadContext { team: self.team.clone(), progress: options.progress, huge_pages: self.huge_pages };
+        let context = LoadContext {
+            team: self.team.clone(),
+            progress: options.progress,
+            huge_pages: self.huge_pages,
+            cache: cache.clone(),
+        };
         context.progress.start(plan.layers.iter().map(|l| l.stored_bytes).sum());
         let mut layers = Vec::new();
         for spec in source.layers() {
@@ -483,7 +536,17 @@ impl Runtime {
                 observed: Mutex::new(Observed { counts: vec![0; spec.experts], ..Observed::default() }),
             });
         }
-        Ok(Experts { layers: layers.into_iter().map(Arc::new).collect() })
+        let cache = cache.map(|cache| cache.report());
+        if let Some(cache) = &cache {
+            tracing::info!(
+                dir = %cache.dir.display(),
+                mapped_bytes = cache.mapped_bytes,
+                written_bytes = cache.written_bytes,
+                problems = cache.problems.len(),
+                "packed cache"
+            );
+        }
+        Ok(Experts { layers: layers.into_iter().map(Arc::new).collect(), cache })
     }
 
     /// Packs one matrix outside of experts, for a host's dense layers.
@@ -493,7 +556,8 @@ impl Runtime {
     pub fn linear(&self, matrix: &Matrix) -> Result<Linear> {
         let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
         let choice = self.choose_linear(format, rows, cols)?;
-        let context = LoadContext { team: self.team.clone(), progress: Arc::default(), huge_pages: self.huge_pages };
+        let context =
+            LoadContext { team: self.team.clone(), progress: Arc::default(), huge_pages: self.huge_pages, cache: None };
         let op = choice.backend.linear(matrix, &context)?;
         Ok(Linear { op, backend: choice.backend.name().into(), tier: choice.fit.tier })
     }
@@ -564,6 +628,7 @@ impl Linear {
 /// All expert layers of a model, loaded.
 pub struct Experts {
     layers: Vec<Arc<LayerExperts>>,
+    cache: Option<CacheReport>,
 }
 
 impl Experts {
@@ -599,7 +664,12 @@ impl Experts {
         nodes
     }
 
-    /// Bytes of memory that hold packed experts.
+    /// What the packed cache did for this load, if there is one ([`RuntimeBuilder::packed_cache`]).
+    pub fn packed_cache(&self) -> Option<&CacheReport> {
+        self.cache.as_ref()
+    }
+
+    /// Bytes of memory that hold packed experts; those mapped from the packed cache do not count.
     pub fn packed_bytes(&self) -> u64 {
         self.layers.iter().flat_map(|l| &l.banks).map(|b| b.experts.packed_bytes()).sum()
     }

@@ -474,6 +474,11 @@ impl Team {
         &self.topology
     }
 
+    /// Whether memory must lie on the nodes of its threads: there are several, or the application chose this one among several.
+    pub(crate) fn wants_memory_near(&self) -> bool {
+        self.shares.len() > 1 || self.topology.nodes().len() > 1 && !self.is_lent()
+    }
+
     /// What was not used or not bound, and why.
     pub fn notes(&self) -> &[String] {
         &self.notes

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::format::{Format, Matrix};
 use crate::layer::{LayerSpec, Proj};
 use crate::routing::Routing;
+use crate::source::fingerprint::Fingerprint;
 use crate::source::{Metadata, Reads, WeightSource};
 
 /// A [`WeightSource`] that gives every routed expert of another in a format of the caller's choice.
@@ -53,6 +54,15 @@ impl Requantized {
 impl WeightSource for Requantized {
     fn path(&self) -> &Path {
         self.source.path()
+    }
+
+    fn fingerprint(&self) -> Option<u128> {
+        let mut fingerprint = Fingerprint::new("re-encoded");
+        fingerprint.add(&self.source.fingerprint()?.to_le_bytes());
+        for layer in &self.layers {
+            fingerprint.add(format!("{} {:?}", layer.index, layer.formats).as_bytes());
+        }
+        fingerprint.finish()
     }
 
     fn layers(&self) -> &[LayerSpec] {

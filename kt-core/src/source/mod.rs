@@ -10,8 +10,9 @@
 //! | `synthetic` | made by a program | all |
 
 pub mod converted;
+pub(crate) mod fingerprint;
 pub mod gguf;
-mod map;
+pub(crate) mod map;
 pub mod metadata;
 mod model;
 pub mod names;
@@ -45,6 +46,13 @@ pub struct Reads {
 pub trait WeightSource: Send + Sync {
     /// The file or directory, for messages.
     fn path(&self) -> &Path;
+
+    /// What tells this state of the checkpoint from any other, or `None` where nothing does and packed experts of it cannot be
+    /// cached. It is made of names, sizes, times of change and headers of the files, and of all else that decides what
+    /// [`matrix`](WeightSource::matrix) returns; no weights are read for it.
+    fn fingerprint(&self) -> Option<u128> {
+        None
+    }
 
     /// The expert layers, by rising [`LayerSpec::index`]. Layers of multi-token prediction are not among them.
     fn layers(&self) -> &[LayerSpec];

@@ -245,6 +245,10 @@ impl WeightSource for SafetensorsSource {
         self.shards.path()
     }
 
+    fn fingerprint(&self) -> Option<u128> {
+        self.shards.fingerprint().finish()
+    }
+
     fn layers(&self) -> &[LayerSpec] {
         &self.model.layers
     }

@@ -9,6 +9,7 @@ use std::sync::LazyLock;
 
 use bytes::Bytes;
 
+use super::fingerprint::Fingerprint;
 use super::{Metadata, Reads, WeightSource};
 use crate::activation::{Activation, exp};
 use crate::error::{Error, Result};
@@ -170,6 +171,13 @@ impl SyntheticBuilder {
 impl WeightSource for SyntheticSource {
     fn path(&self) -> &Path {
         Path::new("synthetic")
+    }
+
+    /// Of a layer and the seed: layers are alike, and how many there are changes none of them.
+    fn fingerprint(&self) -> Option<u128> {
+        let mut fingerprint = Fingerprint::new("synthetic");
+        fingerprint.add(format!("{:?}, seed {}", self.layers[0], self.seed).as_bytes());
+        fingerprint.finish()
     }
 
     fn layers(&self) -> &[LayerSpec] {

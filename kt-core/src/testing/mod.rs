@@ -232,8 +232,12 @@ fn load(
     experts: &[u32],
     team: &Arc<Team>,
 ) -> crate::Result<Box<dyn ExpertBank>> {
-    let context =
-        LoadContext { team: team.clone(), progress: Arc::<Progress>::default(), huge_pages: Default::default() };
+    let context = LoadContext {
+        team: team.clone(),
+        progress: Arc::<Progress>::default(),
+        huge_pages: Default::default(),
+        cache: None,
+    };
     backend.load(&source.layers()[0], experts, source, &context)
 }
 
