@@ -28,6 +28,7 @@ struct Ended {
 }
 
 /// Runs a command to its end.
+#[expect(clippy::zombie_processes, reason = "wait4 waits for it, and tells its peak memory")]
 fn end(command: &mut Command) -> Ended {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let (mut stdout, mut stderr) = (String::new(), String::new());

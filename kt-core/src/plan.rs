@@ -167,8 +167,11 @@ pub struct Plan {
     pub available: Available,
     /// All limits known, the lowest first.
     pub limits: Vec<Available>,
-    /// NUMA nodes, with the bytes on each.
+    /// NUMA nodes that weights are divided over, with the bytes of packed experts on each (to within a few panels). With one node, all that
+    /// is resident.
     pub nodes: Vec<(usize, u64)>,
+    /// What threads, nodes and instruction sets are not used, and why.
+    pub notes: Vec<String>,
     /// What would give a better verdict, where there is one; an [`ExpertsAs`](Change::ExpertsAs) that does not is the smallest there is.
     pub remedies: Vec<Remedy>,
 }
@@ -334,6 +337,7 @@ impl Plan {
             "available_from": self.available.from,
             "limits": self.limits.iter().map(limit).collect::<Vec<_>>(),
             "nodes": self.nodes.iter().map(|(node, bytes)| serde_json::json!({"node": node, "bytes": bytes})).collect::<Vec<_>>(),
+            "notes": self.notes,
             "layers": layers,
         })
     }
@@ -364,6 +368,9 @@ impl Plan {
             for (backend, reason) in &l.declined {
                 text += &format!("  not {backend}: {reason}\n");
             }
+        }
+        for note in &self.notes {
+            text += &format!("note: {note}\n");
         }
         text
     }
@@ -420,7 +427,7 @@ impl fmt::Display for Plan {
         line("resident in all, with what this process holds already", self.resident_bytes())?;
         if self.nodes.len() > 1 {
             for (node, bytes) in &self.nodes {
-                line(&format!("of that, on NUMA node {node}"), *bytes)?;
+                line(&format!("of packed experts, on NUMA node {node}"), *bytes)?;
             }
         }
         line("read per token, of experts", self.expert_token_bytes())?;

@@ -16,7 +16,9 @@ use crate::format::{Format, Group, Matrix};
 use crate::heat::{HeatMap, LayerHeat};
 use crate::layer::{LayerSpec, Proj};
 use crate::pending::{Pending, contain};
-use crate::plan::{Available, Change, Extra, LayerPlan, Plan, Remedy, Verdict, held_memory, memory_limits};
+use crate::plan::{
+    Available, Change, Extra, LayerPlan, Plan, Remedy, Verdict, held_memory, human_bytes, memory_limits,
+};
 use crate::scheduler::{self, Home, Share};
 use crate::source::{Reads, WeightSource};
 use crate::stats::{LayerStats, Stats, Usage};
@@ -165,8 +167,12 @@ impl RuntimeBuilder {
             (None, Some(threads)) => Team::builder().threads(threads).build()?,
             (None, None) => Team::builder().build()?,
         };
+        for note in team.notes() {
+            tracing::warn!("{note}");
+        }
         Ok(Runtime {
             team,
+            max_tier: self.max_tier,
             huge_pages: self.huge_pages,
             candidates,
             memory_limit: self.memory_limit,
@@ -179,6 +185,7 @@ impl RuntimeBuilder {
 /// Backends and threads. Several may live in one process.
 pub struct Runtime {
     team: Arc<Team>,
+    max_tier: Tier,
     huge_pages: HugePages,
     candidates: Vec<Candidate>,
     memory_limit: Option<u64>,
@@ -251,6 +258,19 @@ impl Runtime {
     /// Threads of the team, the caller's counted.
     pub fn threads(&self) -> usize {
         self.team.threads()
+    }
+
+    /// What it does not use of this machine, and why: CPUs, nodes, bindings, and tiers by its own limit.
+    pub fn notes(&self) -> Vec<String> {
+        let mut notes = self.team.notes().to_vec();
+        let best = Tier::detect(Tier::Amx);
+        if self.max_tier < best {
+            notes.push(format!(
+                "instruction sets above {} are not used, by request; this CPU has {best}",
+                self.max_tier
+            ));
+        }
+        notes
     }
 
     /// The threads it computes with.
@@ -350,9 +370,26 @@ impl Runtime {
             available: limits[0].clone(),
             limits,
             nodes: Vec::new(),
+            notes: self.notes(),
             remedies: Vec::new(),
         };
-        plan.nodes = vec![(0, plan.resident_bytes())];
+        plan.nodes = match self.team.shares() {
+            [one] => vec![(one.node, plan.resident_bytes())],
+            shares => {
+                let (packed, threads) = (u128::from(plan.packed_bytes()), self.threads().max(1) as u128);
+                shares.iter().map(|s| (s.node, (packed * s.threads as u128 / threads) as u64)).collect()
+            }
+        };
+        for &(node, bytes) in plan.nodes.iter().filter(|_| self.team.shares().len() > 1) {
+            let has = self.team.topology().nodes().iter().find(|n| n.index == node).map_or(0, |n| n.total_bytes);
+            if has > 0 && bytes > has {
+                plan.notes.push(format!(
+                    "node {node}: {} of weights are meant for it and it has {}: the rest will lie on other nodes",
+                    human_bytes(bytes),
+                    human_bytes(has)
+                ));
+            }
+        }
         if plan.verdict() != Verdict::Fits {
             self.offer_formats(&mut plan, source, tokens);
             let per_token = layers.scratch_bytes_per_token;
@@ -546,7 +583,11 @@ impl Runtime {
                 "packed cache"
             );
         }
-        Ok(Experts { layers: layers.into_iter().map(Arc::new).collect(), cache })
+        let experts = Experts { layers: layers.into_iter().map(Arc::new).collect(), cache };
+        for residence in experts.residence().iter().filter(|r| r.is_astray()) {
+            tracing::warn!("{residence}");
+        }
+        Ok(experts)
     }
 
     /// Packs one matrix outside of experts, for a host's dense layers.
@@ -933,10 +974,10 @@ mod tests {
             // The second says that it computed for longer than anybody waited for it.
             banks: vec![bank(1.0, Duration::from_millis(2), 10, &[1, 2]), bank(8.0, hour, 1000, &[0, 3])],
             pass_tokens: 8,
-            team: Team::new(1).unwrap(),
+            team: Team::builder().threads(1).build().unwrap(),
             observed: Mutex::new(Observed { counts: vec![0; 4], ..Observed::default() }),
         };
-        let experts = Experts { layers: vec![Arc::new(layer)] };
+        let experts = Experts { layers: vec![Arc::new(layer)], cache: None };
         let mut batch = Batch::new(3, vec![0.0; 6], vec![3, 0, 3, 1, 1, -1], vec![1.0; 6]).unwrap();
         experts.layers[0].forward(&mut batch).unwrap();
         assert_eq!(batch.output(), [16.0, 0.0, 9.0, 0.0, 1.0, 0.0]);
