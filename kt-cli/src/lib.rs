@@ -6,6 +6,7 @@ pub mod eval;
 pub mod host;
 pub mod limits;
 pub mod model;
+pub mod observe;
 pub mod options;
 pub mod plan;
 pub mod run;

@@ -42,7 +42,8 @@ pub struct Opened {
     pub config: ModelConfig,
     /// What will run it.
     pub runtime: Runtime,
-    name: String,
+    /// What the model is called in reports: its path.
+    pub name: String,
     stored_as: Option<Format>,
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
 use kt::plan::{Change, Extra, Kind as MemoryKind, Verdict};
-use kt::{Batch, LayerExperts, Linear, LoadOptions, Matrix, Plan, Progress, Routing, Runtime, WeightSource};
+use kt::{Batch, Experts, LayerExperts, Linear, LoadOptions, Matrix, Plan, Progress, Routing, Runtime, WeightSource};
 
 use super::attention::{Attention, SCORES};
 use super::config::{Attention as Kind, ModelConfig};
@@ -24,6 +24,7 @@ pub struct Model {
     path: PathBuf,
     embedding: Matrix,
     layers: Vec<Layer>,
+    experts: Experts,
     norm: Tensor,
     head: Linear,
     rotary: Rotary,
@@ -224,6 +225,7 @@ impl Model {
         let head = dense.head(embedding.rows())?;
         Ok(Model {
             layers,
+            experts,
             norm: dense.last_norm()?,
             head,
             rotary: Rotary::new(&config.rope),
@@ -236,6 +238,11 @@ impl Model {
     /// The model's shape.
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// Its routed experts, for what they tell of their work.
+    pub fn experts(&self) -> &Experts {
+        &self.experts
     }
 
     /// Entries of the vocabulary: columns of the logits.
