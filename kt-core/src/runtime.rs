@@ -386,15 +386,15 @@ impl Runtime {
         for layer in specs {
             let Choice { backend, mut fit, declined } = self.choose_for(layer)?;
             let experts: Vec<u32> = (0..layer.experts as u32).collect();
-            let cached = cache.is_some_and(|cache| backend.is_cached(layer, &experts, cache));
-            if cached {
+            // What is used in place is read as ever.
+            let mut reads = Proj::ALL.map(|proj| reads(layer, proj));
+            if cache.is_some_and(|cache| backend.is_cached(layer, &experts, cache)) {
+                if fit.mapped_bytes == 0 {
+                    reads = [Reads::default(); 3];
+                }
                 fit.mapped_bytes += std::mem::take(&mut fit.packed_bytes);
                 fit.how += "; from the packed cache";
             }
-            let reads = match cached {
-                true => [Reads::default(); 3],
-                false => Proj::ALL.map(|proj| reads(layer, proj)),
-            };
             // Sums are of one expert.
             let copied: u64 = reads.iter().map(|r| r.copied_bytes).sum();
             let read: u64 = reads.iter().map(|r| r.mapped_bytes).sum();
@@ -933,10 +933,10 @@ mod tests {
             // The second says that it computed for longer than anybody waited for it.
             banks: vec![bank(1.0, Duration::from_millis(2), 10, &[1, 2]), bank(8.0, hour, 1000, &[0, 3])],
             pass_tokens: 8,
-            team: Team::new(1).unwrap(),
+            team: Team::oversubscribed(1).unwrap(),
             observed: Mutex::new(Observed { counts: vec![0; 4], ..Observed::default() }),
         };
-        let experts = Experts { layers: vec![Arc::new(layer)] };
+        let experts = Experts { layers: vec![Arc::new(layer)], cache: None };
         let mut batch = Batch::new(3, vec![0.0; 6], vec![3, 0, 3, 1, 1, -1], vec![1.0; 6]).unwrap();
         experts.layers[0].forward(&mut batch).unwrap();
         assert_eq!(batch.output(), [16.0, 0.0, 9.0, 0.0, 1.0, 0.0]);
