@@ -15,7 +15,7 @@ use kt::source::safetensors::SafetensorsSource;
 use kt::{Format, Plan, Progress, Runtime, WeightSource};
 
 use crate::host::{Model, ModelConfig, Rows, Tokenizer};
-use crate::options::{RuntimeArgs, threads_text};
+use crate::options::{RuntimeArgs, cache_text, threads_text};
 
 /// Which model, and on what.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -118,6 +118,7 @@ impl Opened {
             Model::load(&self.runtime, &*self.source, &self.config, positions, rows, progress.clone())
         })?;
         eprintln!("loaded   in {:.2} s", start.elapsed().as_secs_f64());
+        eprint!("{}", cache_text("cache    ", model.packed_cache()));
         Ok(model)
     }
 

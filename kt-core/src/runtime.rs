@@ -423,15 +423,15 @@ impl Runtime {
         for layer in specs {
             let Choice { backend, mut fit, declined } = self.choose_for(layer)?;
             let experts: Vec<u32> = (0..layer.experts as u32).collect();
-            let cached = cache.is_some_and(|cache| backend.is_cached(layer, &experts, cache));
-            if cached {
+            // What is used in place is read as ever.
+            let mut reads = Proj::ALL.map(|proj| reads(layer, proj));
+            if cache.is_some_and(|cache| backend.is_cached(layer, &experts, cache)) {
+                if fit.mapped_bytes == 0 {
+                    reads = [Reads::default(); 3];
+                }
                 fit.mapped_bytes += std::mem::take(&mut fit.packed_bytes);
                 fit.how += "; from the packed cache";
             }
-            let reads = match cached {
-                true => [Reads::default(); 3],
-                false => Proj::ALL.map(|proj| reads(layer, proj)),
-            };
             // Sums are of one expert.
             let copied: u64 = reads.iter().map(|r| r.copied_bytes).sum();
             let read: u64 = reads.iter().map(|r| r.mapped_bytes).sum();

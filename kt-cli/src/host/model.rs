@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
+use kt::cpu::cache::CacheReport;
 use kt::plan::{Change, Extra, Kind as MemoryKind, Verdict};
 use kt::{Batch, Experts, LayerExperts, Linear, LoadOptions, Matrix, Plan, Progress, Routing, Runtime, WeightSource};
 
@@ -28,6 +29,7 @@ pub struct Model {
     norm: Tensor,
     head: Linear,
     rotary: Rotary,
+    packed_cache: Option<CacheReport>,
 }
 
 struct Layer {
@@ -232,7 +234,13 @@ impl Model {
             embedding,
             path: source.path().to_owned(),
             config: config.clone(),
+            packed_cache: experts.packed_cache().cloned(),
         })
+    }
+
+    /// What the packed cache did for this load, where the runtime has one.
+    pub fn packed_cache(&self) -> Option<&CacheReport> {
+        self.packed_cache.as_ref()
     }
 
     /// The model's shape.
