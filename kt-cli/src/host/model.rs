@@ -29,7 +29,6 @@ pub struct Model {
     norm: Tensor,
     head: Linear,
     rotary: Rotary,
-    packed_cache: Option<CacheReport>,
 }
 
 struct Layer {
@@ -234,13 +233,12 @@ impl Model {
             embedding,
             path: source.path().to_owned(),
             config: config.clone(),
-            packed_cache: experts.packed_cache().cloned(),
         })
     }
 
     /// What the packed cache did for this load, where the runtime has one.
     pub fn packed_cache(&self) -> Option<&CacheReport> {
-        self.packed_cache.as_ref()
+        self.experts.packed_cache()
     }
 
     /// The model's shape.
