@@ -214,6 +214,12 @@ fn memory_is_counted_when_it_is_taken() {
     // What loading takes is given back before working memory is taken: the larger of the two counts.
     assert_eq!(need(&[(Kind::Working, gib), (Kind::Loading, gib / 2)]) - base, gib);
     assert_eq!(need(&[(Kind::Working, gib), (Kind::Loading, 2 * gib)]) - base, 2 * gib - none.scratch_bytes);
+    // Biases are copied out of the file.
+    let biases = |biases| {
+        let source = SyntheticSource::builder().hidden(1024).intermediate(512).experts(3).biases(biases).build();
+        kt::runtime().threads(1).build().unwrap().plan(&source.unwrap()).unwrap().copied_bytes()
+    };
+    assert_eq!(biases(true) - biases(false), 3 * (1024 + 2 * 512) * 4);
     // A batch that is known to be small needs less scratch.
     let source = SyntheticSource::builder().hidden(1024).build().unwrap();
     let runtime = kt::runtime().threads(1).build().unwrap();

@@ -266,3 +266,31 @@ fn two_processes_hold_weights_in_place_once() {
     // Counted by shares, both together hold the file once.
     assert!(found.iter().map(|m| m[1]).sum::<u64>() <= bytes / 100 * 102, "{found:?}");
 }
+
+/// Prints what `kt plan --measure` predicts and `kt run` does, in turns: `KT_TEST_GIB` of experts, 8 of 64 for each token.
+#[test]
+#[ignore = "measures, on a quiet machine: KT_TEST_GIB=2 cargo test --release -p kt-cli --test memory -- --ignored --nocapture"]
+fn decode_speed_beside_its_prediction() {
+    let shape = Shape { hidden: 2048, intermediate: 768, experts: 64, top_k: 8, ..Shape::filling(0.0, Format::Bf16) };
+    for format in [Format::Bf16, Format::Int4(Group::Of(32))] {
+        let layers = (gib() * (1u64 << 30) as f64 / shape.layer_bytes(format) as f64).ceil() as usize;
+        let model = Written::safetensors("speed", &Shape { layers, ..shape }, format);
+        let mut ratios = Vec::new();
+        for _ in 0..5 {
+            let plan = end(&mut kt(&["plan", "--json", "--measure", "--context", "68"], &model));
+            assert!(plan.success, "{}", plan.stderr);
+            let plan: serde_json::Value = serde_json::from_str(&plan.stdout).unwrap();
+            let predicted = plan["tokens_per_s"].as_f64().unwrap();
+            let options = ["run", "--prompt", "fn main() {", "--max-tokens", "64", "--ignore-eos"];
+            let ran = end(&mut kt(&options, &model));
+            assert!(ran.success, "{}", ran.stderr);
+            let line = ran.stderr.lines().find(|l| l.starts_with("decode")).expect("a line about decoding");
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let measured: f64 = words[words.len() - 2].parse().unwrap();
+            println!("{format}: {predicted:.2} tokens/s predicted, {measured:.2} measured; {}", plan["read_gb_per_s"]);
+            ratios.push(measured / predicted);
+        }
+        ratios.sort_by(f64::total_cmp);
+        println!("{format}: measured over predicted, in the middle: {:.3}", ratios[ratios.len() / 2]);
+    }
+}

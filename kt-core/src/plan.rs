@@ -51,6 +51,8 @@ pub struct LayerPlan {
     pub token_bytes: u64,
     /// Of `fit.mapped_bytes`, those that the source does not have in that form: it makes them while loading, on the heap.
     pub copied_bytes: u64,
+    /// Biases, as F32 in memory.
+    pub bias_bytes: u64,
     /// The backend chosen.
     pub backend: String,
     /// Its fit.
@@ -182,9 +184,9 @@ impl Plan {
         self.layers.iter().map(|l| l.fit.packed_bytes).sum()
     }
 
-    /// Experts used as the source makes them while loading: re-encoded, or turned into rows. In memory of their own.
+    /// What the source makes while loading, in memory of its own: experts re-encoded or turned into rows, and biases.
     pub fn copied_bytes(&self) -> u64 {
-        self.layers.iter().map(|l| l.copied_bytes).sum()
+        self.layers.iter().map(|l| l.copied_bytes + l.bias_bytes).sum()
     }
 
     /// Experts used in place from the checkpoint's map: page cache, shared with other processes.
@@ -296,7 +298,7 @@ impl Plan {
                     "how": l.fit.how,
                     "stored_bytes": l.stored_bytes,
                     "packed_bytes": l.fit.packed_bytes,
-                    "copied_bytes": l.copied_bytes,
+                    "copied_bytes": l.copied_bytes + l.bias_bytes,
                     "mapped_bytes": l.fit.mapped_bytes.saturating_sub(l.copied_bytes),
                     "token_bytes": l.token_bytes,
                     "declined": l.declined.iter().map(|(b, r)| serde_json::json!({"backend": b, "reason": r})).collect::<Vec<_>>(),
@@ -397,7 +399,7 @@ impl fmt::Display for Plan {
         for (l, n) in self.runs() {
             let layers = if n == 1 { l.index.to_string() } else { format!("{}-{}", l.index, l.index + n - 1) };
             let backend = format!("{} ({})", l.backend, l.fit.tier);
-            let own = (l.fit.packed_bytes + l.copied_bytes) * n as u64;
+            let own = (l.fit.packed_bytes + l.copied_bytes + l.bias_bytes) * n as u64;
             let mapped = l.fit.mapped_bytes.saturating_sub(l.copied_bytes) * n as u64;
             writeln!(
                 f,
@@ -411,7 +413,7 @@ impl fmt::Display for Plan {
         let mut line = |label: &str, bytes: u64| writeln!(f, "{label:<68} {:>11}", human_bytes(bytes));
         line("experts, packed in memory", self.packed_bytes())?;
         if self.copied_bytes() > 0 {
-            line("experts, in memory as re-encoded or turned while loading", self.copied_bytes())?;
+            line("experts, in memory as made while loading", self.copied_bytes())?;
         }
         line("experts, in place from the file (page cache)", self.mapped_bytes())?;
         line("while experts are loaded, given back after", self.load_bytes)?;

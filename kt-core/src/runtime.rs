@@ -361,6 +361,7 @@ impl Runtime {
             None => memory_limits(),
         };
         let tokens = options.batch_tokens.unwrap_or(self.pass_tokens).min(self.pass_tokens);
+        let (scratch_per_token, load_per_thread) = (layers.scratch_bytes_per_token, layers.load_bytes_per_thread);
         let mut plan = Plan {
             scratch_bytes: layers.scratch_bytes(tokens, self.threads()),
             load_bytes: layers.load_bytes_per_thread * self.threads() as u64,
@@ -392,18 +393,17 @@ impl Runtime {
         }
         if plan.verdict() != Verdict::Fits {
             self.offer_formats(&mut plan, source, tokens);
-            let per_token = layers.scratch_bytes_per_token;
-            let scratch =
-                |tokens, threads| Plan { scratch_bytes: scratch_bytes(per_token, tokens, threads), ..plan.clone() };
+            let with = |tokens, threads| Plan {
+                scratch_bytes: scratch_bytes(scratch_per_token, tokens, threads),
+                load_bytes: load_per_thread * threads as u64,
+                ..plan.clone()
+            };
             let better = |p: &Plan| p.verdict() < plan.verdict();
-            let passes = largest(tokens, |n| better(&scratch(n, self.threads())));
-            let threads = largest(self.threads(), |n| {
-                let loading = layers.load_bytes_per_thread * n as u64;
-                better(&Plan { load_bytes: loading, ..scratch(tokens, n) })
-            });
+            let passes = largest(tokens, |n| better(&with(n, self.threads())));
+            let threads = largest(self.threads(), |n| better(&with(tokens, n)));
             let offers = [
-                passes.map(|n| (Change::PassTokens(n), scratch(n, self.threads()))),
-                threads.map(|n| (Change::Threads(n), scratch(tokens, n))),
+                passes.map(|n| (Change::PassTokens(n), with(n, self.threads()))),
+                threads.map(|n| (Change::Threads(n), with(tokens, n))),
             ];
             for (change, other) in offers.into_iter().flatten() {
                 plan.offer(change, other.need_bytes(), other.verdict());
@@ -435,6 +435,7 @@ impl Runtime {
             // Sums are of one expert.
             let copied: u64 = reads.iter().map(|r| r.copied_bytes).sum();
             let read: u64 = reads.iter().map(|r| r.mapped_bytes).sum();
+            let biases: u64 = Proj::ALL.iter().map(|&p| layer.shape(p).0 as u64 * 4).sum();
             let in_place = fit.packed_bytes == 0 && copied == 0;
             let one_copy = reads.iter().map(|r| r.copied_bytes).max().unwrap_or(0);
             let loading = match (in_place, fit.packed_bytes) {
@@ -455,6 +456,7 @@ impl Runtime {
                 stored_bytes: layer.expert_bytes() * layer.experts as u64,
                 token_bytes: (fit.packed_bytes + fit.mapped_bytes) / layer.experts.max(1) as u64 * layer.top_k as u64,
                 copied_bytes: fit.mapped_bytes.min(copied * layer.experts as u64),
+                bias_bytes: if layer.biases { biases * layer.experts as u64 } else { 0 },
                 backend: backend.name().into(),
                 fit,
                 declined,
