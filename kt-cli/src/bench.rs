@@ -275,7 +275,7 @@ fn layer_count(layer_bytes: u64, asked_gib: Option<f64>, available_bytes: u64) -
 
 fn load(runtime: &Runtime, args: &BenchArgs, shape: &Shape, format: Format) -> anyhow::Result<(Experts, Fit)> {
     let one = runtime.plan(&shape.source(format, 1)?)?;
-    let layer_bytes = one.packed_bytes() + one.mapped_bytes();
+    let layer_bytes = one.packed_bytes() + one.copied_bytes() + one.mapped_bytes();
     let layers = layer_count(layer_bytes, args.memory_gib, one.available.bytes);
     eprintln!("{format}: loading {layers} layers of {} ...", human_bytes(layer_bytes));
     let start = Instant::now();

@@ -355,7 +355,7 @@ impl Runtime {
     ) -> Result<Plan> {
         // Elsewhere packed experts are copied out of the cache, to the memory of their nodes.
         let cache = cache.filter(|_| !self.team.wants_memory_near());
-        let layers = self.plan_layers(source.layers(), cache, |layer, proj| source.reads(layer, proj))?;
+        let layers = self.plan_layers(source.layers(), cache, |i, proj| source.reads(&source.layers()[i], proj))?;
         let limits = match self.memory_limit {
             Some(bytes) => vec![Available::limited(bytes)],
             None => memory_limits(),
@@ -417,14 +417,15 @@ impl Runtime {
         &self,
         specs: &[LayerSpec],
         cache: Option<&PackedCache>,
-        reads: impl Fn(&LayerSpec, Proj) -> Reads,
+        // Of the layer at this place among `specs`.
+        reads: impl Fn(usize, Proj) -> Reads,
     ) -> Result<LayerPlans> {
         let mut all = LayerPlans::default();
-        for layer in specs {
+        for (i, layer) in specs.iter().enumerate() {
             let Choice { backend, mut fit, declined } = self.choose_for(layer)?;
             let experts: Vec<u32> = (0..layer.experts as u32).collect();
             // What is used in place is read as ever.
-            let mut reads = Proj::ALL.map(|proj| reads(layer, proj));
+            let mut reads = Proj::ALL.map(|proj| reads(i, proj));
             if cache.is_some_and(|cache| backend.is_cached(layer, &experts, cache)) {
                 if fit.mapped_bytes == 0 {
                     reads = [Reads::default(); 3];
@@ -477,15 +478,13 @@ impl Runtime {
                     fits.then(|| LayerSpec { formats: [format; 3], ..layer.clone() })
                 })
                 .collect();
-            let reads = |layer: &LayerSpec, proj| {
+            let reads = |i: usize, proj| {
+                let layer = &source.layers()[i];
                 let (rows, cols) = layer.shape(proj);
-                let stored = source.layers().iter().find(|l| l.index == layer.index);
-                match stored.map(|l| (source.reads(l, proj), l.format(proj))) {
-                    Some((reads, own)) if own == format => reads,
-                    own => Reads {
-                        mapped_bytes: own.map_or(0, |(reads, _)| reads.mapped_bytes),
-                        copied_bytes: format.stored_bytes(rows, cols),
-                    },
+                let own = source.reads(layer, proj);
+                match layer.format(proj) == format {
+                    true => own,
+                    false => Reads { copied_bytes: format.stored_bytes(rows, cols), ..own },
                 }
             };
             let Some(layers) = specs.and_then(|specs| self.plan_layers(&specs, None, reads).ok()) else { continue };
