@@ -8,10 +8,11 @@ mod common;
 
 use std::io::Read;
 use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use common::cgroup;
 use common::written::{Shape, Written};
 use kt::{Format, Group};
 
@@ -82,60 +83,6 @@ fn peak_memory_is_what_the_plan_says() {
     assert!(ratios.iter().all(|r| (0.97..=1.03).contains(r)), "ratios {ratios:.4?}");
 }
 
-/// A control group with a limit on memory, gone when dropped.
-struct Limited {
-    dir: PathBuf,
-}
-
-impl Drop for Limited {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir(&self.dir);
-    }
-}
-
-impl Limited {
-    /// A group of version 1 or 2, or why there can be none.
-    fn new(name: &str) -> Result<Limited, String> {
-        fn said(what: &Path) -> impl Fn(std::io::Error) -> String {
-            move |e| format!("{}: {e}", what.display())
-        }
-        let name = format!("kt-test-{name}-{}", std::process::id());
-        let root = Path::new("/sys/fs/cgroup");
-        let v1 = root.join("memory");
-        let dir = if v1.join("memory.limit_in_bytes").exists() {
-            v1.join(name)
-        } else {
-            let controllers = std::fs::read_to_string(root.join("cgroup.controllers")).unwrap_or_default();
-            if !controllers.split_whitespace().any(|c| c == "memory") {
-                return Err("no control groups of memory are mounted at /sys/fs/cgroup".into());
-            }
-            let subtree = root.join("cgroup.subtree_control");
-            std::fs::write(&subtree, "+memory").map_err(said(&subtree))?;
-            root.join(name)
-        };
-        std::fs::create_dir(&dir).map_err(said(&dir))?;
-        let group = Limited { dir };
-        group.limit(1 << 40).map_err(said(&group.dir))?;
-        // Swap would let a process go on that should have been killed.
-        let _ = std::fs::write(group.dir.join("memory.swap.max"), "0");
-        let _ = std::fs::write(group.dir.join("memory.swappiness"), "0");
-        Ok(group)
-    }
-
-    fn limit(&self, bytes: u64) -> std::io::Result<()> {
-        let file = ["memory.limit_in_bytes", "memory.max"].map(|f| self.dir.join(f)).into_iter().find(|f| f.exists());
-        std::fs::write(file.ok_or(std::io::ErrorKind::NotFound)?, bytes.to_string())
-    }
-
-    /// The command, in this group from its first page on.
-    fn inside(&self, command: &Command) -> Command {
-        let mut shell = Command::new("sh");
-        shell.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]).arg(self.dir.join("cgroup.procs"));
-        shell.arg(command.get_program()).args(command.get_args());
-        shell
-    }
-}
-
 /// Writes files out and drops their pages: whoever reads them next is charged with them.
 fn forget_pages(model: &Path) {
     for entry in std::fs::read_dir(model).unwrap() {
@@ -148,7 +95,7 @@ fn forget_pages(model: &Path) {
 
 #[test]
 fn in_a_control_group_load_refuses_before_it_is_killed() {
-    let group = match Limited::new("limit") {
+    let group = match cgroup::Group::new("memory", "limit") {
         Ok(group) => group,
         Err(why) => {
             eprintln!("SKIPPED: a limit on memory could not be set (needs root and a writable control group): {why}");
@@ -158,6 +105,10 @@ fn in_a_control_group_load_refuses_before_it_is_killed() {
     let shape = Shape::filling(gib() * 0.25, Format::Bf16);
     let model = Written::safetensors("limited", &shape, Format::Bf16);
     let run = kt(&["run", "--prompt", "fn main() {", "--max-tokens", "1"], &model);
+    let set_limit = |bytes: u64| group.set(["memory.limit_in_bytes", "memory.max"], &bytes.to_string());
+    // Swap would let a process go on that should have been killed.
+    group.try_set(["memory.swappiness", "memory.swap.max"], "0").ok();
+    set_limit(1 << 40);
     let inside = |command: &Command| {
         forget_pages(&model.model);
         end(&mut group.inside(command))
@@ -172,7 +123,7 @@ fn in_a_control_group_load_refuses_before_it_is_killed() {
 
     // Too little by a tenth, and by half: an error and no kill.
     for limit in [need / 10 * 9, need / 2] {
-        group.limit(limit).unwrap();
+        set_limit(limit);
         let refused = inside(&run);
         assert_eq!(refused.signal, None, "killed with a limit of {limit}: {}", refused.stderr);
         assert!(!refused.success && refused.stdout.is_empty(), "{}", refused.stderr);
@@ -193,7 +144,7 @@ fn in_a_control_group_load_refuses_before_it_is_killed() {
     assert!(ran.success, "--experts-as {format}, signal {:?}: {}", ran.signal, ran.stderr);
 
     // A little more than it needs: it runs to its end.
-    group.limit(need + need / 50 + held).unwrap();
+    set_limit(need + need / 50 + held);
     let ran = inside(&run);
     assert!(ran.success, "signal {:?}: {}", ran.signal, ran.stderr);
     assert!(ran.stderr.contains("TIGHT") && ran.stderr.contains("kt-test-limit"), "{}", ran.stderr);
