@@ -424,8 +424,9 @@ impl Runtime {
         for (i, layer) in specs.iter().enumerate() {
             let Choice { backend, mut fit, declined } = self.choose_for(layer)?;
             let experts: Vec<u32> = (0..layer.experts as u32).collect();
-            // What is used in place is read as ever.
+            // What is used in place is read, and made, as ever.
             let mut reads = Proj::ALL.map(|proj| reads(i, proj));
+            let used_in_place = fit.mapped_bytes;
             if cache.is_some_and(|cache| backend.is_cached(layer, &experts, cache)) {
                 if fit.mapped_bytes == 0 {
                     reads = [Reads::default(); 3];
@@ -456,7 +457,7 @@ impl Runtime {
                 format: layer.format_label(),
                 stored_bytes: layer.expert_bytes() * layer.experts as u64,
                 token_bytes: (fit.packed_bytes + fit.mapped_bytes) / layer.experts.max(1) as u64 * layer.top_k as u64,
-                copied_bytes: fit.mapped_bytes.min(copied * layer.experts as u64),
+                copied_bytes: used_in_place.min(copied * layer.experts as u64),
                 bias_bytes: if layer.biases { biases * layer.experts as u64 } else { 0 },
                 backend: backend.name().into(),
                 fit,
