@@ -14,7 +14,7 @@ mod check {
     use kt_core::testing::Random;
     use kt_core::{Format, Group, Proj};
 
-    const OUTPUTS: usize = 48;
+    const OUTPUTS: usize = 96;
     const COLS: usize = 384;
     const ROWS: usize = 35;
 
