@@ -11,6 +11,8 @@ use kt_core::cpu::tier::Tier;
 /// `cap` limits the instruction sets that CPU backends may use.
 pub fn registry(cap: Tier) -> Vec<Candidate> {
     let mut list = Vec::new();
+    #[cfg(feature = "amx")]
+    list.push(Candidate::new("amx", kt_amx::backend(cap)));
     #[cfg(feature = "avx512")]
     list.push(Candidate::new("avx512", kt_avx512::backend(cap)));
     #[cfg(feature = "llamafile")]
