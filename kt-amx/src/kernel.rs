@@ -104,8 +104,17 @@ impl Kernel for Amx {
         }
     }
 
-    fn pack(self, matrix: &Matrix, out: &mut [u8]) {
-        if Self::is_gguf(matrix.format()) { self.llamafile.pack(matrix, out) } else { self.avx.pack(matrix, out) }
+    fn layout_version(self) -> u32 {
+        // Weights are packed as by the one or the other.
+        self.avx.layout_version() << 16 | self.llamafile.layout_version()
+    }
+
+    fn pack(self, matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
+        if Self::is_gguf(matrix.format()) {
+            self.llamafile.pack(matrix, rows, out)
+        } else {
+            self.avx.pack(matrix, rows, out)
+        }
     }
 
     fn pack_input(self, layout: InputLayout, x: &[f32], out: &mut [u8]) {

@@ -53,6 +53,10 @@ pub struct RuntimeArgs {
     /// Use only this backend [default: the best for each layer].
     #[arg(long, value_name = "NAME")]
     pub backend: Option<String>,
+    /// The library of the backend blis, AOCL-DLP, AOCL-BLAS or BLIS, by its path or name [default: the first that is found].
+    #[cfg(feature = "blis")]
+    #[arg(long, value_name = "PATH")]
+    pub blis: Option<std::path::PathBuf>,
     /// Use no instruction set above this one: portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16, amx.
     #[arg(long, value_name = "TIER")]
     pub isa: Option<Tier>,
@@ -97,6 +101,10 @@ impl RuntimeArgs {
         }
         if let Some(dir) = &self.packed_cache {
             builder = builder.packed_cache(dir);
+        }
+        #[cfg(feature = "blis")]
+        if let Some(path) = &self.blis {
+            builder = builder.with_backend(kt::blis::backend_at(path, self.isa.unwrap_or(Tier::Amx))?);
         }
         if let Some(tokens) = self.pass_tokens {
             builder = builder.pass_tokens(tokens);
