@@ -77,7 +77,7 @@ impl Journal {
             None => {
                 journal.file.set_len(0).map_err(io)?;
                 journal.file.seek(SeekFrom::Start(0)).map_err(io)?;
-                journal.append(&[about.clone()])?;
+                journal.append(std::slice::from_ref(about))?;
             }
         }
         Ok(journal)
