@@ -46,7 +46,7 @@ fn pack(kernel: Amx, matrix: &Matrix) -> Weights {
             let mut memory = AlignedBytes::default();
             let out = memory.get(bytes);
             out.fill(0);
-            kernel.pack(matrix, out);
+            kernel.pack(matrix, 0..matrix.rows(), out);
             Weights::packed(format, rows, cols, out.to_vec().into())
         }
     }

@@ -1,6 +1,7 @@
 //! What the command `kt` is made of: its subcommands, and the [`host`] that runs whole models.
 
 pub mod bench;
+pub mod convert;
 pub mod doctor;
 pub mod eval;
 pub mod host;

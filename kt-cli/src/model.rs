@@ -114,7 +114,7 @@ impl Opened {
         }
         let progress: Arc<Progress> = Arc::default();
         let start = Instant::now();
-        let model = with_progress_bar(&progress, || {
+        let model = with_progress_bar("loading", &progress, || {
             Model::load(&self.runtime, &*self.source, &self.config, positions, rows, progress.clone())
         })?;
         eprintln!("loaded   in {:.2} s", start.elapsed().as_secs_f64());
@@ -179,8 +179,8 @@ pub fn options_for(plan: &Plan) -> Vec<String> {
     plan.remedies.iter().filter_map(option).collect()
 }
 
-/// Runs `load`; when that takes longer than half a second, and somebody looks at stderr, a bar shows its progress.
-fn with_progress_bar<T>(progress: &Progress, load: impl FnOnce() -> T) -> T {
+/// Runs `load`; when that takes longer than half a second, and somebody looks at stderr, a bar shows its progress, speed and time left.
+pub(crate) fn with_progress_bar<T>(label: &str, progress: &Progress, load: impl FnOnce() -> T) -> T {
     if !std::io::stderr().is_terminal() {
         return load();
     }
@@ -191,9 +191,8 @@ fn with_progress_bar<T>(progress: &Progress, load: impl FnOnce() -> T) -> T {
                 return;
             }
             let bar = ProgressBar::new(progress.total_bytes());
-            if let Ok(style) =
-                ProgressStyle::with_template("loading  [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} {eta}")
-            {
+            let template = format!("{label:<8} [{{wide_bar}}] {{bytes}}/{{total_bytes}} {{bytes_per_sec}} {{eta}}");
+            if let Ok(style) = ProgressStyle::with_template(&template) {
                 bar.set_style(style.progress_chars("=> "));
             }
             while wait.recv_timeout(Duration::from_millis(100)) == Err(mpsc::RecvTimeoutError::Timeout) {
