@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
+use kt::plan::{Change, Extra, Kind, Verdict};
+use kt::quantize::Requantized;
 use kt::source::synthetic::SyntheticSource;
 use kt::testing::Random;
-use kt::{Batch, Error, Format, Group, LoadOptions, Progress, WeightSource};
+use kt::{Batch, Error, Format, Group, LoadOptions, Plan, Progress, Runtime, WeightSource};
 
 const HIDDEN: usize = 256;
 
@@ -129,9 +131,102 @@ fn what_does_not_fit_is_refused_with_the_plan() {
     // Memory that the caller announces counts.
     let runtime = kt::runtime().memory_limit(1 << 30).build().unwrap();
     assert!(runtime.load(&source(Format::Bf16)).is_ok());
-    let extra = vec![("KV cache".to_string(), 1 << 30)];
+    let extra = vec![Extra::new("KV cache", Kind::Working, 1 << 30)];
     let refused = runtime.load_with(&source(Format::Bf16), LoadOptions { extra, ..Default::default() });
     assert!(refused.err().unwrap().to_string().contains("KV cache"));
+}
+
+/// A plan of 100 layers that is never loaded, under a limit.
+fn limited(limit: u64, extra: Vec<Extra>) -> (Runtime, Plan) {
+    let builder = SyntheticSource::builder().hidden(1024).intermediate(512).experts(64).top_k(8).layers(100);
+    let runtime = kt::runtime().threads(4).memory_limit(limit).build();
+    let (runtime, source) = (runtime.unwrap(), builder.build().unwrap());
+    let plan = runtime.plan_with(&source, &LoadOptions { extra, ..Default::default() }).unwrap();
+    (runtime, plan)
+}
+
+#[test]
+fn a_plan_that_does_not_fit_says_what_would() {
+    let need = limited(1 << 50, Vec::new()).1.need_bytes();
+    let verdict = |limit| limited(limit, Vec::new()).1.verdict();
+    assert_eq!(
+        [need * 2, need + need / 20, need, need - 1].map(verdict),
+        [Verdict::Fits, Verdict::Tight, Verdict::Tight, Verdict::Refuse]
+    );
+
+    // Half of the memory: a format of less than half the bits helps, and only memory besides.
+    let (_, plan) = limited(need / 2, Vec::new());
+    assert!(plan.reason().contains("missing") && plan.reason().contains("limit set by the caller"), "{plan}");
+    let formats: Vec<_> = plan.remedies.iter().filter(|r| matches!(r.change, Change::ExpertsAs(_))).collect();
+    assert!((1..=3).contains(&formats.len()), "{plan}");
+    for remedy in &formats {
+        assert!(remedy.verdict < Verdict::Refuse && remedy.need_bytes <= need / 2, "{plan}");
+        // It is the plan of a source with that format, but for how synthetic weights come to be.
+        let Change::ExpertsAs(format) = remedy.change else { continue };
+        let base = SyntheticSource::builder().hidden(1024).intermediate(512).experts(64).top_k(8).layers(100);
+        let other = Requantized::new(Arc::new(base.build().unwrap()), format).unwrap();
+        let other = kt::runtime().threads(4).memory_limit(need / 2).build().unwrap().plan(&other).unwrap();
+        assert_eq!((other.need_bytes(), other.verdict()), (remedy.need_bytes, remedy.verdict), "{format}");
+    }
+    let more = plan.remedies.iter().find_map(|r| match &r.change {
+        Change::Memory(bytes, limit) => Some((*bytes, limit.total_bytes)),
+        _ => None,
+    });
+    assert_eq!(more, Some((need - need / 2, need / 2)), "{plan}");
+    assert!(!plan.remedies.iter().any(|r| matches!(r.change, Change::PassTokens(_) | Change::Threads(_))), "{plan}");
+
+    // A thousandth of the memory: no format does it; the smallest is told.
+    let (_, plan) = limited(need / 1000, Vec::new());
+    let formats: Vec<_> = plan.remedies.iter().filter(|r| matches!(r.change, Change::ExpertsAs(_))).collect();
+    assert!(formats.len() == 1 && formats[0].verdict == Verdict::Refuse, "{plan}");
+    assert!(plan.to_string().contains("not enough: experts re-encoded"), "{plan}");
+
+    // A little too little: smaller passes or fewer threads free scratch, and are what is said.
+    let (runtime, plan) = limited(need - (3 << 20), Vec::new());
+    let passes = plan.remedies.iter().find_map(|r| match r.change {
+        Change::PassTokens(n) => Some((n, r.need_bytes)),
+        _ => None,
+    });
+    let (tokens, with) = passes.unwrap_or_else(|| panic!("{plan}"));
+    assert!((1..1024).contains(&tokens) && with <= need - (3 << 20) && with > need - (4 << 20), "{plan}");
+    let threads = plan.remedies.iter().find_map(|r| match r.change {
+        Change::Threads(n) => Some(n),
+        _ => None,
+    });
+    assert!(threads.is_some_and(|n| n < runtime.threads()), "{plan}");
+    let json = plan.to_json();
+    assert_eq!(json["remedies"].as_array().unwrap().len(), plan.remedies.len());
+    assert_eq!(json["verdict"], "REFUSE");
+}
+
+#[test]
+fn memory_is_counted_when_it_is_taken() {
+    let gib = 1 << 30;
+    let none = limited(1 << 50, Vec::new()).1;
+    let need = |extra: &[(Kind, u64)]| {
+        let extra = extra.iter().map(|&(kind, bytes)| Extra::new("x", kind, bytes)).collect();
+        let plan = limited(1 << 50, extra).1;
+        plan.resident_bytes() - plan.held_bytes
+    };
+    let base = need(&[]);
+    assert_eq!(need(&[(Kind::Weights, gib)]) - base, gib);
+    assert_eq!(need(&[(Kind::InPlace, gib), (Kind::Working, gib)]) - base, 2 * gib);
+    // What loading takes is given back before working memory is taken: the larger of the two counts.
+    assert_eq!(need(&[(Kind::Working, gib), (Kind::Loading, gib / 2)]) - base, gib);
+    assert_eq!(need(&[(Kind::Working, gib), (Kind::Loading, 2 * gib)]) - base, 2 * gib - none.scratch_bytes);
+    // A batch that is known to be small needs less scratch.
+    let source = SyntheticSource::builder().hidden(1024).build().unwrap();
+    let runtime = kt::runtime().threads(1).build().unwrap();
+    let scratch = |batch_tokens| {
+        runtime.plan_with(&source, &LoadOptions { batch_tokens, ..Default::default() }).unwrap().scratch_bytes
+    };
+    assert!(scratch(Some(1)) < scratch(Some(8)) && scratch(Some(8)) < scratch(None));
+    assert_eq!(scratch(Some(1 << 20)), scratch(None));
+    // Speed: every byte that a token reads.
+    let extra = vec![Extra::new("dense", Kind::Weights, gib).read_per_token(gib / 2)];
+    let plan = limited(1 << 50, extra).1;
+    assert_eq!(plan.token_bytes(), plan.expert_token_bytes() + gib / 2);
+    assert!((plan.tokens_per_second(2.0 * plan.token_bytes() as f64) - 2.0).abs() < 1e-9);
 }
 
 #[test]
@@ -143,7 +238,10 @@ fn the_plan_tells_what_loading_takes() {
         let plan = runtime.plan(&source).unwrap();
         let experts = runtime.load(&source).unwrap();
         assert_eq!(plan.packed_bytes(), experts.packed_bytes(), "{format}");
-        assert!(plan.packed_bytes() + plan.mapped_bytes() >= plan.layers.iter().map(|l| l.stored_bytes).sum());
+        let held = plan.packed_bytes() + plan.copied_bytes() + plan.mapped_bytes();
+        assert!(held >= plan.layers.iter().map(|l| l.stored_bytes).sum());
+        // Synthetic weights are in no file.
+        assert_eq!(plan.mapped_bytes(), 0);
         let json = plan.to_json();
         assert_eq!(json["layers"].as_array().unwrap().len(), 2);
         assert_eq!(json["verdict"], "FITS");

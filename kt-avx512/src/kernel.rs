@@ -128,6 +128,10 @@ impl Kernel for Avx {
         Some(rows.div_ceil(PANEL) * Layout::new(format, cols).panel_bytes)
     }
 
+    fn layout_version(self) -> u32 {
+        layout::VERSION
+    }
+
     fn pack(self, matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
         layout::pack(matrix, rows, out);
     }

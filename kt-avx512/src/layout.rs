@@ -38,6 +38,39 @@ use kt_core::cpu::input::BLOCK;
 use kt_core::format::mx;
 use kt_core::{Format, Group, Matrix};
 
+/// The version of everything said above, and of how scales are rounded. Packed weights are kept on disk with it: raise it with any
+/// change of the bytes.
+pub(crate) const VERSION: u32 = 1;
+
+/// What version [`VERSION`] makes of fixed matrices: checksums, by format. A test compares; it prints this table as it should be.
+#[cfg(test)]
+pub(crate) const PACKED: &[(&str, u64)] = &[
+    ("F32", 0xa936ba2df01695d1),
+    ("F16", 0xc508e4065fd68614),
+    ("BF16", 0x9e41c86f8170dc03),
+    ("FP8-block", 0x117daffa8dbf681b),
+    ("FP8-channel", 0x226bd9d734990af2),
+    ("INT8-channel", 0x17a0cabc1d53d2a0),
+    ("INT8-g32", 0x9f64faa53c069860),
+    ("INT8-g128", 0x3fefee76d4798496),
+    ("INT8-offset-channel", 0x25ec9147f31dc132),
+    ("INT8-offset-g128", 0x396f4d8a155d30e2),
+    ("INT8-asym-channel", 0xa077a8987a56bf44),
+    ("INT8-asym-g32", 0xf13ebebb4afdf8a4),
+    ("INT8-asym-g128", 0x84fb87ef8460f1e1),
+    ("INT4-channel", 0x384f7990d7a40a64),
+    ("INT4-g32", 0x445d221c8fed0088),
+    ("INT4-g64", 0xefba3d9cb3af50e6),
+    ("INT4-g128", 0x85e5920f0fd70786),
+    ("INT4-asym-channel", 0xca232f5d02fceb9c),
+    ("INT4-asym-g32", 0x26693f46d54612dc),
+    ("INT4-asym-g128", 0x9bb2ae64a6897a49),
+    ("MXFP4", 0xd70956741c8e3263),
+    ("MXFP8", 0xfebeea0f7bb631dd),
+    ("NVFP4", 0x04095d1ed7c74349),
+    ("INT4-g96", 0xda5b1209e8f3bddf),
+];
+
 /// Outputs of a panel.
 pub const PANEL: usize = 16;
 /// Bytes of a line.

@@ -10,7 +10,7 @@ use kt_core::testing::Random;
 use kt_core::{Format, Group, Matrix, ScaleType};
 
 use crate::Avx;
-use crate::layout::PANEL;
+use crate::layout::{PACKED, PANEL, VERSION};
 
 const TIERS: [Tier; 5] = [Tier::Avx2, Tier::AvxVnni, Tier::Avx512, Tier::Avx512Vnni, Tier::Avx512Bf16];
 
@@ -503,4 +503,67 @@ fn what_is_declined_has_a_reason() {
         }
     }
     assert!(Avx::detect(Tier::Portable).unwrap_err().0.contains("portable"));
+}
+
+/// Matrices of random bits at a shape that is no multiple of anything, with scales of each type that the format takes. No arithmetic
+/// goes into them, so that they are the same everywhere.
+fn fixed_matrices(format: Format) -> Vec<Matrix> {
+    let (rows, cols) = (37, if format.row_bytes(416).is_ok() { 416 } else { 384 });
+    let mut random = Random(1);
+    let mut bytes = |n: usize| (0..n).map(|_| random.bits() as u8).collect::<Vec<u8>>();
+    let codes = bytes(format.row_bytes(cols).unwrap() * rows);
+    let Some((r, c)) = format.scale_shape(rows, cols) else {
+        return vec![Matrix::new(format, rows, cols, codes.into(), None).unwrap()];
+    };
+    let kinds = [ScaleType::F32, ScaleType::F16, ScaleType::Bf16, ScaleType::E8m0, ScaleType::E4m3];
+    let kinds = kinds.into_iter().filter(|&kind| format.takes_scales(kind));
+    kinds
+        .map(|kind| {
+            // Positive, of a few powers of two.
+            let scales: Vec<u8> = (0..r * c)
+                .flat_map(|_| {
+                    let [low, high] = [bytes(1)[0], bytes(1)[0]];
+                    match kind {
+                        ScaleType::F32 => vec![low, high, 0x40 | low & 0x3f, 0x3c],
+                        ScaleType::F16 => vec![low, 0x18 | high & 7],
+                        ScaleType::Bf16 => vec![low, 0x3c],
+                        ScaleType::E8m0 => vec![118 + low % 8],
+                        ScaleType::E4m3 => vec![0x10 + low % 0x40],
+                    }
+                })
+                .collect();
+            let matrix = Matrix::new(format, rows, cols, codes.clone().into(), Some((scales.into(), kind))).unwrap();
+            let most = match format {
+                Format::Int4Asym(_) => 17,
+                Format::Int8Asym(_) => 257,
+                _ => return matrix,
+            };
+            let zeros = (0..r * c).map(|_| i16::from_le_bytes([bytes(1)[0], bytes(1)[0] & 1]) % most).collect();
+            matrix.with_zero_points(zeros).unwrap()
+        })
+        .collect()
+}
+
+#[test]
+fn packed_bytes_change_with_the_layout_version_only() {
+    let kernels = kernels();
+    let Some(&kernel) = kernels.last() else { return };
+    assert_eq!(kernel.layout_version(), VERSION);
+    let found: Vec<(String, u64)> = formats()
+        .into_iter()
+        .map(|format| {
+            let packed = |kernel: Avx| -> Vec<u8> {
+                fixed_matrices(format).iter().flat_map(|m| pack(kernel, m).bytes().to_vec()).collect()
+            };
+            let bytes = packed(kernel);
+            kernels.iter().for_each(|&k| assert!(packed(k) == bytes, "{format}: {} packs otherwise", k.tier()));
+            (format.to_string(), xxhash_rust::xxh3::xxh3_64_with_seed(&bytes, VERSION.into()))
+        })
+        .collect();
+    let table: String = found.iter().map(|(name, sum)| format!("    ({name:?}, {sum:#018x}),\n")).collect();
+    let known: Vec<(String, u64)> = PACKED.iter().map(|&(name, sum)| (name.to_owned(), sum)).collect();
+    assert!(
+        found == known,
+        "what is packed has changed: raise VERSION, run again, and write this into PACKED:\n{table}"
+    );
 }

@@ -217,15 +217,23 @@ impl Meter {
         let peak = |l| self.peak(l, WARM_UP, STRETCHES);
         let f32 = peak(loops.f32);
         let or_f32 = |l: Loop| if l.instruction == loops.f32.instruction { f32 } else { peak(l) };
-        let windows = PASSES * (self.slice / WINDOW_BYTES.min(self.slice));
         Limits {
             threads: self.threads,
             read_bytes: self.map.len() as u64,
-            read_gb_per_s: self.read_bandwidth(windows),
+            read_gb_per_s: self.read_passes(),
             int8: or_f32(loops.int8),
             bf16: or_f32(loops.bf16),
             f32,
         }
+    }
+
+    /// The read bandwidth alone, in 10^9 bytes per second.
+    pub fn read_gb_per_s(&self) -> f64 {
+        self.read_passes().median
+    }
+
+    fn read_passes(&self) -> Measured {
+        self.read_bandwidth(PASSES * (self.slice / WINDOW_BYTES.min(self.slice)))
     }
 
     /// Measures the read bandwidth and one peak in some 50 milliseconds times `effort`: less exact, to be repeated.

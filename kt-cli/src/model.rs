@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use bytes::Bytes;
 use indicatif::{ProgressBar, ProgressStyle};
-use kt::plan::human_bytes;
+use kt::plan::{Change, Remedy, human_bytes};
 use kt::quantize::Requantized;
 use kt::source::safetensors::SafetensorsSource;
-use kt::{Format, LoadOptions, Plan, Progress, Runtime, WeightSource};
+use kt::{Format, Plan, Progress, Runtime, WeightSource};
 
 use crate::host::{Model, ModelConfig, Rows, Tokenizer};
 use crate::options::{RuntimeArgs, threads_text};
@@ -111,7 +111,7 @@ impl Opened {
         if let Some(most) = self.config.max_positions.filter(|&most| positions > most) {
             eprintln!("warning  {positions} positions asked for, but the model was made for {most}");
         }
-        let progress: Arc<Progress> = LoadOptions::default().progress;
+        let progress: Arc<Progress> = Arc::default();
         let start = Instant::now();
         let model = with_progress_bar(&progress, || {
             Model::load(&self.runtime, &*self.source, &self.config, positions, rows, progress.clone())
@@ -145,25 +145,36 @@ impl Opened {
         for line in plan.explain().lines() {
             text += &format!("backend  {line}\n");
         }
-        text += &format!(
-            "memory   experts {} packed, {} in place",
-            human_bytes(plan.packed_bytes()),
-            human_bytes(plan.mapped_bytes())
-        );
+        let own = plan.packed_bytes() + plan.copied_bytes();
+        let (own, mapped) = (human_bytes(own), human_bytes(plan.mapped_bytes()));
+        text += &format!("memory   experts {own} packed, {mapped} in place");
         text += &format!("; scratch {}", human_bytes(plan.scratch_bytes));
-        for (label, bytes) in &plan.extra {
-            text += &format!("; {label} {}", human_bytes(*bytes));
+        for extra in plan.extra.iter().filter(|e| e.bytes > 0) {
+            text += &format!("; {} {}", extra.label, human_bytes(extra.bytes));
         }
-        let available = &plan.available;
-        text += &format!(
-            "\nmemory   {} in all of {} available ({}): {}\n",
-            human_bytes(plan.resident_bytes()),
-            human_bytes(available.bytes),
-            available.from,
-            plan.verdict()
-        );
+        text += &format!("\nmemory   {}: {}\n", plan.verdict(), plan.reason());
+        let options = options_for(plan);
+        if !options.is_empty() {
+            text += &format!("memory   what helps: {}\n", options.join("; or "));
+        }
         text
     }
+}
+
+/// The options of `kt run` and `kt eval` that give a plan a better verdict.
+pub fn options_for(plan: &Plan) -> Vec<String> {
+    let option = |remedy: &Remedy| {
+        let option = match &remedy.change {
+            Change::ExpertsAs(format) => format!("--experts-as {}", format.to_string().to_lowercase()),
+            Change::PassTokens(n) => format!("--pass-tokens {n}"),
+            Change::Threads(n) => format!("--threads {n}"),
+            Change::Positions(n) => format!("a prompt and --max-tokens of {n} positions together"),
+            _ => return None,
+        };
+        (remedy.verdict < plan.verdict())
+            .then(|| format!("{option} ({} needed, {})", human_bytes(remedy.need_bytes), remedy.verdict))
+    };
+    plan.remedies.iter().filter_map(option).collect()
 }
 
 /// Runs `load`; when that takes longer than half a second, and somebody looks at stderr, a bar shows its progress.

@@ -54,6 +54,9 @@ pub struct RuntimeArgs {
     /// Use no instruction set above this one: portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16, amx.
     #[arg(long, value_name = "TIER")]
     pub isa: Option<Tier>,
+    /// Most tokens that go through a layer of experts at once: fewer take less scratch, and read the experts more often [default: 1024].
+    #[arg(long, value_name = "N")]
+    pub pass_tokens: Option<usize>,
 }
 
 impl RuntimeArgs {
@@ -86,6 +89,9 @@ impl RuntimeArgs {
         }
         if let Some(tier) = self.isa {
             builder = builder.max_tier(tier);
+        }
+        if let Some(tokens) = self.pass_tokens {
+            builder = builder.pass_tokens(tokens);
         }
         builder.build()
     }

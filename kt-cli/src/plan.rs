@@ -4,18 +4,22 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context;
-use kt::Format;
+use kt::cpu::tier::Tier;
+use kt::plan::human_bytes;
 use kt::quantize::Requantized;
+use kt::{Format, Plan, Runtime};
 
-use crate::host::{Model, ModelConfig, Rows};
+use crate::host::{Model, ModelConfig, Rows, Tokenizer};
+use crate::limits::{Meter, READ_BYTES};
 use crate::options::{RuntimeArgs, threads_text};
+use crate::system::System;
 
 /// Positions that the KV cache is planned for when nothing else is said.
 const DEFAULT_CONTEXT: usize = 4096;
 
 /// Show what loading a model would take: bytes, backend per layer, and whether it fits. Reads headers only.
 ///
-/// For families that `kt run` runs, dense weights and KV cache are counted; for others, the experts alone.
+/// What a process holds before it loads (program, tokenizer) is counted by this process's own. For families that `kt run` runs, dense weights and KV cache are counted; for others, the experts alone.
 #[derive(Debug, clap::Args)]
 pub struct PlanArgs {
     /// The model: a directory with safetensors files, or a GGUF file.
@@ -33,6 +37,9 @@ pub struct PlanArgs {
     /// Positions that the KV cache is for [default: 4096, or the most that the model was made for].
     #[arg(long, value_name = "N")]
     context: Option<usize>,
+    /// Measure the read bandwidth of this machine, about a second, and predict the decode speed at the end of the context.
+    #[arg(long)]
+    measure: bool,
     #[command(flatten)]
     runtime: RuntimeArgs,
 }
@@ -53,6 +60,8 @@ fn answer(args: &PlanArgs) -> anyhow::Result<String> {
         source = Arc::new(Requantized::new(source, format)?);
     }
     let runtime = args.runtime.build()?;
+    // Held as `kt run` holds it.
+    let _tokenizer = Tokenizer::of(&*source).ok();
     let (plan, scope) = match ModelConfig::read(&*source) {
         Ok(config) => {
             let most = config.max_positions.unwrap_or(DEFAULT_CONTEXT);
@@ -62,8 +71,13 @@ fn answer(args: &PlanArgs) -> anyhow::Result<String> {
         }
         Err(why) => (runtime.plan(&*source)?, format!("experts alone; the host does not run this model: {why:#}")),
     };
+    let speed = args.measure.then(|| Speed::measure(&runtime, args.runtime.isa, &plan)).transpose()?;
     if args.json {
         let mut json = plan.to_json();
+        if let Some(speed) = &speed {
+            json["read_gb_per_s"] = speed.read_gb_per_s.into();
+            json["tokens_per_s"] = speed.tokens_per_s.into();
+        }
         json["scope"] = scope.into();
         json["model"] = path.display().to_string().into();
         json["threads"] = runtime.threads().into();
@@ -73,10 +87,33 @@ fn answer(args: &PlanArgs) -> anyhow::Result<String> {
         return Ok(format!("{json:#}\n"));
     }
     let mut text = format!("{}, {}; {scope}\n{plan}\n", path.display(), threads_text(runtime.threads()));
+    if let Some(Speed { read_gb_per_s, tokens_per_s }) = speed {
+        text += &format!(
+            "predicted decode speed: {tokens_per_s:.1} tokens/s ({} a token, {read_gb_per_s:.1} GB/s read)\n",
+            human_bytes(plan.token_bytes())
+        );
+    }
     if args.explain {
         text += &format!("\n{}", plan.explain());
     }
     Ok(text)
+}
+
+/// What a plan's decode speed comes to on this machine.
+struct Speed {
+    /// 10^9 bytes per second, by all threads of the runtime.
+    read_gb_per_s: f64,
+    tokens_per_s: f64,
+}
+
+impl Speed {
+    fn measure(runtime: &Runtime, isa: Option<Tier>, plan: &Plan) -> anyhow::Result<Speed> {
+        let system = System::here();
+        let bytes = READ_BYTES.min(system.available().bytes / 8);
+        let meter = Meter::new(runtime.threads(), system.topology().allowed(), bytes, isa.unwrap_or(Tier::Amx))?;
+        let read_gb_per_s = meter.read_gb_per_s();
+        Ok(Speed { read_gb_per_s, tokens_per_s: plan.tokens_per_second(read_gb_per_s * 1e9) })
+    }
 }
 
 #[cfg(test)]
@@ -121,10 +158,23 @@ mod tests {
         let bytes = |options: &[&str]| {
             let json = plan(&[&["--model", MODEL, "--json", "--backend", "portable"], options].concat()).unwrap();
             let json: serde_json::Value = serde_json::from_str(&json).unwrap();
-            json["token_bytes"].as_u64().unwrap()
+            json["expert_token_bytes"].as_u64().unwrap()
         };
         let (bf16, int8) = (bytes(&[]), bytes(&["--experts-as", "int8"]));
         assert!(int8 > bf16 * 2 / 5 && int8 < bf16 * 3 / 5, "{int8} of {bf16}");
+    }
+
+    #[test]
+    fn speed_is_predicted_from_the_bytes_of_a_token() {
+        let json = plan(&["--model", MODEL, "--json", "--measure", "--context", "100"]).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+        let number = |key: &str| json[key].as_f64().unwrap();
+        let bytes = number("token_bytes");
+        // Experts, keys and values, and more: attention, router, head.
+        assert!(bytes > number("expert_token_bytes") + 100.0 * (4 * 2 * 2 * 64 * 4) as f64, "{json}");
+        let speed = number("read_gb_per_s") * 1e9 / bytes;
+        assert!(number("read_gb_per_s") > 0.0 && (number("tokens_per_s") / speed - 1.0).abs() < 1e-9, "{json}");
+        assert!(plan(&["--model", MODEL, "--measure"]).unwrap().contains("predicted decode speed"));
     }
 
     #[test]

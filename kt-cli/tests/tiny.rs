@@ -118,11 +118,12 @@ fn the_plan_knows_what_the_host_takes() {
     let config = ModelConfig::read(&source).unwrap();
     let runtime = common::runtime(Some("portable"));
     let plan = Model::plan(&runtime, &source, &config, 100, Rows::Last).unwrap();
-    let of = |what: &str| plan.extra.iter().find(|e| e.0.contains(what)).map(|e| e.1).unwrap();
+    let of = |what: &str| plan.extra.iter().find(|e| e.label.contains(what)).map(|e| e.bytes).unwrap();
     // 4 layers, keys and values of 2 heads of 64, F32.
     assert_eq!(of("keys and values"), 4 * 2 * 2 * 64 * 4 * 100);
     let small = kt::runtime().memory_limit(1 << 20).build().unwrap();
     let error = Model::load(&small, &source, &config, 100, Rows::Last, Default::default()).err().unwrap();
     assert!(matches!(error.downcast_ref(), Some(kt::Error::Memory(_))), "{error:#}");
-    assert!(error.to_string().contains("keys and values"), "{error:#}");
+    let text = error.to_string();
+    assert!(text.contains("keys and values") && text.contains("the limit of 1.0 MiB raised by"), "{text}");
 }

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use crate::cpu::cache::PackedCache;
 use crate::cpu::input::InputLayout;
 use crate::cpu::memory::HugePages;
 use crate::cpu::team::Team;
@@ -45,6 +46,8 @@ pub struct LoadContext {
     pub progress: Arc<Progress>,
     /// Which pages packed weights take.
     pub huge_pages: HugePages,
+    /// Packed experts on disk, for backends that map them in place of packing, and write what is not there.
+    pub cache: Option<Arc<PackedCache>>,
 }
 
 /// Where some of a bank's packed experts are in memory.
@@ -145,6 +148,11 @@ pub trait Backend: Send + Sync {
         from: &dyn WeightSource,
         context: &LoadContext,
     ) -> Result<Box<dyn ExpertBank>>;
+
+    /// Whether [`load`](Backend::load) would find these experts packed in the cache. For plans: only headers are looked at.
+    fn is_cached(&self, _layer: &LayerSpec, _experts: &[u32], _cache: &PackedCache) -> bool {
+        false
+    }
 
     /// Could this backend multiply with one matrix of this format outside of experts ([`LinearOp`])?
     ///

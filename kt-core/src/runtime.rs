@@ -1,21 +1,26 @@
 //! Chooses a backend for every layer, loads, and runs batches.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Progress, Residence};
 use crate::batch::{Batch, NO_EXPERT};
+use crate::cpu::cache::{CacheReport, PackedCache};
 use crate::cpu::memory::HugePages;
 use crate::cpu::team::Team;
 use crate::cpu::tier::Tier;
 use crate::error::{Error, Result, Unsupported};
-use crate::format::{Format, Matrix};
-use crate::layer::LayerSpec;
+use crate::format::{Format, Group, Matrix};
+use crate::heat::{HeatMap, LayerHeat};
+use crate::layer::{LayerSpec, Proj};
 use crate::pending::{Pending, contain};
-use crate::plan::{Available, LayerPlan, Plan, Verdict, available_memory};
-use crate::scheduler::{self, Home};
-use crate::source::WeightSource;
-use crate::work::{Hidden, Work};
+use crate::plan::{Available, Change, Extra, LayerPlan, Plan, Remedy, Verdict, held_memory, memory_limits};
+use crate::scheduler::{self, Home, Share};
+use crate::source::{Reads, WeightSource};
+use crate::stats::{LayerStats, Stats, Usage};
+use crate::work::{Hidden, Spent, Work};
 
 /// A backend that a build knows, or why it cannot run here.
 pub struct Candidate {
@@ -42,6 +47,7 @@ pub struct RuntimeBuilder {
     backend: Option<String>,
     max_tier: Tier,
     memory_limit: Option<u64>,
+    packed_cache: Option<PathBuf>,
     pass_tokens: usize,
 }
 
@@ -57,6 +63,7 @@ impl RuntimeBuilder {
             backend: None,
             max_tier: Tier::Amx,
             memory_limit: None,
+            packed_cache: None,
             pass_tokens: 1024,
         }
     }
@@ -101,6 +108,17 @@ impl RuntimeBuilder {
     /// Memory that loading may take, in place of what the system says is available.
     pub fn memory_limit(mut self, bytes: u64) -> Self {
         self.memory_limit = Some(bytes);
+        self
+    }
+
+    /// Keeps experts on disk as they are packed, in a directory that is made when it is needed: the first load writes them, later ones map
+    /// them in place of packing. It takes about as much disk as the experts take memory.
+    ///
+    /// Files of another version of this library, another tier, or a checkpoint that has changed since are made anew, each load telling why
+    /// ([`Experts::packed_cache`]). One checkpoint has one set of files for each backend and format. The directory may be shared by
+    /// processes, and be deleted at any time; it must be trusted as the checkpoint is, and nobody may truncate its files.
+    pub fn packed_cache(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.packed_cache = Some(dir.into());
         self
     }
 
@@ -152,6 +170,7 @@ impl RuntimeBuilder {
             huge_pages: self.huge_pages,
             candidates,
             memory_limit: self.memory_limit,
+            packed_cache: self.packed_cache,
             pass_tokens: self.pass_tokens,
         })
     }
@@ -163,16 +182,62 @@ pub struct Runtime {
     huge_pages: HugePages,
     candidates: Vec<Candidate>,
     memory_limit: Option<u64>,
+    packed_cache: Option<PathBuf>,
     pass_tokens: usize,
 }
 
 /// Options of [`Runtime::load_with`].
 #[derive(Default)]
 pub struct LoadOptions {
-    /// Memory that the caller will take besides: it counts in the plan. (label, bytes)
-    pub extra: Vec<(String, u64)>,
+    /// Memory that the caller will take besides: it counts in the plan.
+    pub extra: Vec<Extra>,
+    /// Most tokens that the caller will put into a batch, where it knows: scratch is planned for no more.
+    pub batch_tokens: Option<usize>,
     /// Progress and cancellation; keep a clone to look at it from another thread.
     pub progress: Arc<Progress>,
+}
+
+/// What experts may become to take less, of what is encoded fast enough to be done at load.
+const SMALLER: [Format; 8] = [
+    Format::Int8(Group::Row),
+    Format::Q8_0,
+    Format::Q6K,
+    Format::Q5K,
+    Format::Int4(Group::Of(32)),
+    Format::Q4K,
+    Format::Q3K,
+    Format::Q2K,
+];
+
+/// Layers of a plan, and what they take besides.
+#[derive(Default)]
+struct LayerPlans {
+    plans: Vec<LayerPlan>,
+    /// Per token of a pass, and per row of a thread's tile.
+    scratch_bytes_per_token: [u64; 2],
+    load_bytes_per_thread: u64,
+}
+
+impl LayerPlans {
+    fn scratch_bytes(&self, tokens: usize, threads: usize) -> u64 {
+        scratch_bytes(self.scratch_bytes_per_token, tokens, threads)
+    }
+}
+
+/// Scratch of all threads for a pass; see [`LayerPlans::scratch_bytes_per_token`].
+fn scratch_bytes([per_token, per_row]: [u64; 2], tokens: usize, threads: usize) -> u64 {
+    // A tile has up to 256 rows; a thread has a panel of unpacked weights, of about a MiB.
+    per_token * tokens as u64 + (per_row * tokens.min(256) as u64 + (1 << 20)) * threads as u64
+}
+
+/// The largest number below `most` of which `good` is true, where that is true up to some number and false from there on.
+fn largest(most: usize, good: impl Fn(usize) -> bool) -> Option<usize> {
+    let (mut below, mut from) = (0, most);
+    while from > below + 1 {
+        let middle = below + (from - below) / 2;
+        if good(middle) { below = middle } else { from = middle }
+    }
+    (below > 0).then_some(below)
 }
 
 /// The backend chosen, and why the others were not.
@@ -246,39 +311,163 @@ impl Runtime {
     /// # Errors
     /// A layer that no backend can run, with every backend's reason.
     pub fn plan(&self, source: &dyn WeightSource) -> Result<Plan> {
-        self.plan_with(source, &[])
+        self.plan_with(source, &LoadOptions::default())
     }
 
-    /// As [`Runtime::plan`], with other memory that the caller will take.
+    /// As [`Runtime::plan`], with what the options say of the caller. Where it fits badly or not at all, the plan says what would help.
     ///
     /// # Errors
     /// As [`Runtime::plan`].
-    pub fn plan_with(&self, source: &dyn WeightSource, extra: &[(String, u64)]) -> Result<Plan> {
-        let mut layers = Vec::new();
-        let mut scratch = 0;
-        for layer in source.layers() {
-            let choice = self.choose_for(layer)?;
-            // Per token of a pass: packed inputs, and this call's f32 output.
-            scratch = scratch.max(choice.fit.scratch_bytes_per_token + 4 * layer.hidden as u64);
-            layers.push(LayerPlan {
+    pub fn plan_with(&self, source: &dyn WeightSource, options: &LoadOptions) -> Result<Plan> {
+        self.plan_beside(source, options, self.cache_of(source).as_ref())
+    }
+
+    /// The packed cache for this checkpoint.
+    fn cache_of(&self, source: &dyn WeightSource) -> Option<PackedCache> {
+        self.packed_cache.as_ref().map(|dir| PackedCache::new(dir, source))
+    }
+
+    fn plan_beside(
+        &self,
+        source: &dyn WeightSource,
+        options: &LoadOptions,
+        cache: Option<&PackedCache>,
+    ) -> Result<Plan> {
+        // Elsewhere packed experts are copied out of the cache, to the memory of their nodes.
+        let cache = cache.filter(|_| !self.team.wants_memory_near());
+        let layers = self.plan_layers(source.layers(), cache, |layer, proj| source.reads(layer, proj))?;
+        let limits = match self.memory_limit {
+            Some(bytes) => vec![Available::limited(bytes)],
+            None => memory_limits(),
+        };
+        let tokens = options.batch_tokens.unwrap_or(self.pass_tokens).min(self.pass_tokens);
+        let mut plan = Plan {
+            scratch_bytes: layers.scratch_bytes(tokens, self.threads()),
+            load_bytes: layers.load_bytes_per_thread * self.threads() as u64,
+            layers: layers.plans,
+            extra: options.extra.clone(),
+            held_bytes: held_memory(),
+            available: limits[0].clone(),
+            limits,
+            nodes: Vec::new(),
+            remedies: Vec::new(),
+        };
+        plan.nodes = vec![(0, plan.resident_bytes())];
+        if plan.verdict() != Verdict::Fits {
+            self.offer_formats(&mut plan, source, tokens);
+            let per_token = layers.scratch_bytes_per_token;
+            let scratch =
+                |tokens, threads| Plan { scratch_bytes: scratch_bytes(per_token, tokens, threads), ..plan.clone() };
+            let better = |p: &Plan| p.verdict() < plan.verdict();
+            let passes = largest(tokens, |n| better(&scratch(n, self.threads())));
+            let threads = largest(self.threads(), |n| {
+                let loading = layers.load_bytes_per_thread * n as u64;
+                better(&Plan { load_bytes: loading, ..scratch(tokens, n) })
+            });
+            let offers = [
+                passes.map(|n| (Change::PassTokens(n), scratch(n, self.threads()))),
+                threads.map(|n| (Change::Threads(n), scratch(tokens, n))),
+            ];
+            for (change, other) in offers.into_iter().flatten() {
+                plan.offer(change, other.need_bytes(), other.verdict());
+            }
+            plan.offer_memory();
+        }
+        Ok(plan)
+    }
+
+    fn plan_layers(
+        &self,
+        specs: &[LayerSpec],
+        cache: Option<&PackedCache>,
+        reads: impl Fn(&LayerSpec, Proj) -> Reads,
+    ) -> Result<LayerPlans> {
+        let mut all = LayerPlans::default();
+        for layer in specs {
+            let Choice { backend, mut fit, declined } = self.choose_for(layer)?;
+            let experts: Vec<u32> = (0..layer.experts as u32).collect();
+            let cached = cache.is_some_and(|cache| backend.is_cached(layer, &experts, cache));
+            if cached {
+                fit.mapped_bytes += std::mem::take(&mut fit.packed_bytes);
+                fit.how += "; from the packed cache";
+            }
+            let reads = match cached {
+                true => [Reads::default(); 3],
+                false => Proj::ALL.map(|proj| reads(layer, proj)),
+            };
+            // Sums are of one expert.
+            let copied: u64 = reads.iter().map(|r| r.copied_bytes).sum();
+            let read: u64 = reads.iter().map(|r| r.mapped_bytes).sum();
+            let in_place = fit.packed_bytes == 0 && copied == 0;
+            let one_copy = reads.iter().map(|r| r.copied_bytes).max().unwrap_or(0);
+            let loading = match (in_place, fit.packed_bytes) {
+                (true, _) => 0,
+                (false, 0) => read,
+                (false, _) => read + one_copy,
+            };
+            all.load_bytes_per_thread = all.load_bytes_per_thread.max(loading);
+            // Packed inputs, and the call's f32 output; per row of a tile, two tiles of 256 outputs and the gathered inputs.
+            let input = fit.inputs[0].bytes(1, layer.hidden) as u64;
+            let [token, row] = &mut all.scratch_bytes_per_token;
+            *token = (*token).max(fit.scratch_bytes_per_token + 4 * layer.hidden as u64);
+            *row = (*row).max(2 * 256 * 4 + 2 * input);
+            all.plans.push(LayerPlan {
                 index: layer.index,
                 experts: layer.experts,
                 format: layer.format_label(),
                 stored_bytes: layer.expert_bytes() * layer.experts as u64,
-                token_bytes: layer.expert_bytes() * layer.top_k as u64,
-                backend: choice.backend.name().into(),
-                fit: choice.fit,
-                declined: choice.declined,
+                token_bytes: (fit.packed_bytes + fit.mapped_bytes) / layer.experts.max(1) as u64 * layer.top_k as u64,
+                copied_bytes: fit.mapped_bytes.min(copied * layer.experts as u64),
+                backend: backend.name().into(),
+                fit,
+                declined,
             });
         }
-        // Per thread: two tiles of 256 rows x 128 outputs, and a panel of unpacked weights of about a MiB.
-        let per_thread = (2 * 256 * 128 * 4 + (1 << 20)) as u64;
-        let scratch_bytes = scratch * self.pass_tokens as u64 + per_thread * self.threads() as u64;
-        let available = match self.memory_limit {
-            Some(bytes) => Available { bytes, from: "limit set by the caller".into() },
-            None => available_memory(),
-        };
-        Ok(Plan { layers, extra: extra.to_vec(), scratch_bytes, available })
+        Ok(all)
+    }
+
+    /// What the experts would take in smaller formats: up to three that help, or the smallest when none does.
+    fn offer_formats(&self, plan: &mut Plan, source: &dyn WeightSource, tokens: usize) {
+        let mut offers: Vec<Remedy> = Vec::new();
+        for format in SMALLER {
+            let specs: Option<Vec<LayerSpec>> = source
+                .layers()
+                .iter()
+                .map(|layer| {
+                    let fits = Proj::ALL.iter().all(|&p| format.row_bytes(layer.shape(p).1).is_ok());
+                    fits.then(|| LayerSpec { formats: [format; 3], ..layer.clone() })
+                })
+                .collect();
+            let reads = |layer: &LayerSpec, proj| {
+                let (rows, cols) = layer.shape(proj);
+                let stored = source.layers().iter().find(|l| l.index == layer.index);
+                match stored.map(|l| (source.reads(l, proj), l.format(proj))) {
+                    Some((reads, own)) if own == format => reads,
+                    own => Reads {
+                        mapped_bytes: own.map_or(0, |(reads, _)| reads.mapped_bytes),
+                        copied_bytes: format.stored_bytes(rows, cols),
+                    },
+                }
+            };
+            let Some(layers) = specs.and_then(|specs| self.plan_layers(&specs, None, reads).ok()) else { continue };
+            let other = Plan {
+                scratch_bytes: layers.scratch_bytes(tokens, self.threads()),
+                load_bytes: layers.load_bytes_per_thread * self.threads() as u64,
+                layers: layers.plans,
+                ..plan.clone()
+            };
+            let (need_bytes, verdict) = (other.need_bytes(), other.verdict());
+            if need_bytes < plan.need_bytes() {
+                offers.push(Remedy { change: Change::ExpertsAs(format), need_bytes, verdict });
+            }
+        }
+        // The more bytes, the more exact.
+        offers.sort_by_key(|r| std::cmp::Reverse(r.need_bytes));
+        let now = plan.verdict();
+        match offers.iter().any(|r| r.verdict < now) {
+            true => plan.remedies.extend(offers.into_iter().filter(|r| r.verdict < now).take(3)),
+            false => plan.remedies.extend(offers.pop()),
+        }
     }
 
     /// Why each backend was or was not chosen for each layer.
@@ -302,15 +491,23 @@ impl Runtime {
     /// # Errors
     /// As [`Runtime::load`], and [`Error::Cancelled`].
     pub fn load_with(&self, source: &dyn WeightSource, options: LoadOptions) -> Result<Experts> {
-        let plan = self.plan_with(source, &options.extra)?;
+        let _span = tracing::info_span!("load", path = %source.path().display(), threads = self.threads()).entered();
+        let cache = self.cache_of(source).map(Arc::new);
+        let plan = self.plan_beside(source, &options, cache.as_deref())?;
         if plan.verdict() == Verdict::Refuse {
             return Err(Error::Memory(Box::new(plan)));
         }
-        let context = LoadContext { team: self.team.clone(), progress: options.progress, huge_pages: self.huge_pages };
+        let context = LoadContext {
+            team: self.team.clone(),
+            progress: options.progress,
+            huge_pages: self.huge_pages,
+            cache: cache.clone(),
+        };
         context.progress.start(plan.layers.iter().map(|l| l.stored_bytes).sum());
         let mut layers = Vec::new();
         for spec in source.layers() {
-            let choice = self.choose_for(spec)?;
+            let _span = tracing::info_span!("load_layer", layer = spec.index).entered();
+            let choice = tracing::info_span!("placement", layer = spec.index).in_scope(|| self.choose_for(spec))?;
             let name = choice.backend.name().to_string();
             let all: Vec<u32> = (0..spec.experts as u32).collect();
             let bank =
@@ -327,11 +524,29 @@ impl Runtime {
             layers.push(LayerExperts {
                 spec: spec.clone(),
                 homes: all.iter().map(|&local| Home { bank: 0, local }).collect(),
-                banks: vec![Bank { backend: name, tier: choice.fit.tier, experts: bank }],
+                banks: vec![Bank {
+                    backend: name,
+                    tier: choice.fit.tier,
+                    experts: bank,
+                    expert_bytes: (choice.fit.packed_bytes + choice.fit.mapped_bytes) / spec.experts.max(1) as u64,
+                    ids: all,
+                }],
                 pass_tokens: self.pass_tokens,
+                team: self.team.clone(),
+                observed: Mutex::new(Observed { counts: vec![0; spec.experts], ..Observed::default() }),
             });
         }
-        Ok(Experts { layers: layers.into_iter().map(Arc::new).collect() })
+        let cache = cache.map(|cache| cache.report());
+        if let Some(cache) = &cache {
+            tracing::info!(
+                dir = %cache.dir.display(),
+                mapped_bytes = cache.mapped_bytes,
+                written_bytes = cache.written_bytes,
+                problems = cache.problems.len(),
+                "packed cache"
+            );
+        }
+        Ok(Experts { layers: layers.into_iter().map(Arc::new).collect(), cache })
     }
 
     /// Packs one matrix outside of experts, for a host's dense layers.
@@ -341,7 +556,8 @@ impl Runtime {
     pub fn linear(&self, matrix: &Matrix) -> Result<Linear> {
         let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
         let choice = self.choose_linear(format, rows, cols)?;
-        let context = LoadContext { team: self.team.clone(), progress: Arc::default(), huge_pages: self.huge_pages };
+        let context =
+            LoadContext { team: self.team.clone(), progress: Arc::default(), huge_pages: self.huge_pages, cache: None };
         let op = choice.backend.linear(matrix, &context)?;
         Ok(Linear { op, backend: choice.backend.name().into(), tier: choice.fit.tier })
     }
@@ -412,6 +628,7 @@ impl Linear {
 /// All expert layers of a model, loaded.
 pub struct Experts {
     layers: Vec<Arc<LayerExperts>>,
+    cache: Option<CacheReport>,
 }
 
 impl Experts {
@@ -447,9 +664,44 @@ impl Experts {
         nodes
     }
 
-    /// Bytes of memory that hold packed experts.
+    /// What the packed cache did for this load, if there is one ([`RuntimeBuilder::packed_cache`]).
+    pub fn packed_cache(&self) -> Option<&CacheReport> {
+        self.cache.as_ref()
+    }
+
+    /// Bytes of memory that hold packed experts; those mapped from the packed cache do not count.
     pub fn packed_bytes(&self) -> u64 {
         self.layers.iter().flat_map(|l| &l.banks).map(|b| b.experts.packed_bytes()).sum()
+    }
+
+    /// What the calls of every layer did since loading, or since [`Experts::reset_stats`].
+    pub fn stats(&self) -> Stats {
+        let layer = |l: &Arc<LayerExperts>| LayerStats { layer: l.spec.index, usage: l.observed().usage };
+        Stats { layers: self.layers.iter().map(layer).collect() }
+    }
+
+    /// Starts the statistics anew; the heat map goes on.
+    pub fn reset_stats(&self) {
+        self.layers.iter().for_each(|l| l.observed().usage = Usage::default());
+    }
+
+    /// How often each expert was chosen since loading, or since [`Experts::reset_heat_map`]. A batch counts as soon as it is split
+    /// over the banks.
+    pub fn heat_map(&self) -> HeatMap {
+        let layer = |l: &Arc<LayerExperts>| {
+            let observed = l.observed();
+            LayerHeat { layer: l.spec.index, tokens: observed.tokens, counts: observed.counts.clone() }
+        };
+        HeatMap::of(self.layers.iter().map(layer).collect())
+    }
+
+    /// Starts the heat map anew; the statistics go on.
+    pub fn reset_heat_map(&self) {
+        for layer in &self.layers {
+            let mut observed = layer.observed();
+            observed.tokens = 0;
+            observed.counts.fill(0);
+        }
     }
 }
 
@@ -457,6 +709,20 @@ struct Bank {
     backend: String,
     tier: String,
     experts: Box<dyn ExpertBank>,
+    /// Bytes of weights of one expert, packed or in place.
+    expert_bytes: u64,
+    /// The layer's number of each local expert.
+    ids: Vec<u32>,
+}
+
+/// What a layer's calls did. Behind one lock, taken twice a call: that is no dearer than as many atomic numbers, and nobody sees
+/// the time of a call without its bytes.
+#[derive(Default)]
+struct Observed {
+    usage: Usage,
+    /// For the heat map: tokens routed, and how often each expert was chosen.
+    tokens: u64,
+    counts: Vec<u64>,
 }
 
 /// The experts of one layer.
@@ -465,6 +731,8 @@ pub struct LayerExperts {
     homes: Vec<Home>,
     banks: Vec<Bank>,
     pass_tokens: usize,
+    team: Arc<Team>,
+    observed: Mutex<Observed>,
 }
 
 impl LayerExperts {
@@ -476,6 +744,23 @@ impl LayerExperts {
     /// Name and tier of the backends that hold its experts.
     pub fn backends(&self) -> impl Iterator<Item = (&str, &str)> {
         self.banks.iter().map(|b| (b.backend.as_str(), b.tier.as_str()))
+    }
+
+    fn observed(&self) -> MutexGuard<'_, Observed> {
+        self.observed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts the rows and weights of a pass, and its experts in the heat map.
+    fn count(&self, tokens: usize, shares: &[Share], usage: &mut Usage) {
+        let mut observed = self.observed();
+        observed.tokens += tokens as u64;
+        for (bank, share) in self.banks.iter().zip(shares) {
+            usage.rows += share.rows.len() as u64;
+            usage.weight_bytes += share.experts.len() as u64 * bank.expert_bytes;
+            for group in &share.experts {
+                observed.counts[bank.ids[group.local as usize] as usize] += group.rows.len() as u64;
+            }
+        }
     }
 
     fn check(&self, batch: &Batch) -> Result<()> {
@@ -503,12 +788,16 @@ impl LayerExperts {
     /// # Errors
     /// Wrong slice lengths, an expert id out of range, or a backend's failure; the batch's output is then empty.
     pub fn forward(&self, batch: &mut Batch) -> Result<()> {
+        let _span = tracing::debug_span!("forward", layer = self.spec.index, tokens = batch.tokens).entered();
+        let start = Instant::now();
+        let mut usage = Usage { calls: 1, tokens: batch.tokens as u64, ..Usage::default() };
         let mut output = std::mem::take(&mut batch.output);
         self.check(batch)?;
         output.clear();
         output.resize(batch.tokens * self.spec.hidden, 0.0);
         if batch.tokens <= self.pass_tokens {
-            output = self.pass(&batch.input, 0..batch.tokens, &batch.topk_ids, &batch.topk_weights, output)?;
+            output =
+                self.pass(&batch.input, 0..batch.tokens, &batch.topk_ids, &batch.topk_weights, output, &mut usage)?;
         } else {
             let (hidden, top_k) = (self.spec.hidden, batch.top_k());
             let mut part = Vec::new();
@@ -518,11 +807,13 @@ impl LayerExperts {
                 let (ids, weights) = (&batch.topk_ids[slots.clone()], &batch.topk_weights[slots]);
                 part.clear();
                 part.resize(tokens.len() * hidden, 0.0);
-                part = self.pass(&batch.input, tokens, ids, weights, part)?;
+                part = self.pass(&batch.input, tokens, ids, weights, part, &mut usage)?;
                 output[first * hidden..][..part.len()].copy_from_slice(&part);
             }
         }
         batch.output = output;
+        usage.wall = start.elapsed();
+        self.observed().usage += usage;
         Ok(())
     }
 
@@ -534,10 +825,12 @@ impl LayerExperts {
         ids: &[i32],
         weights: &[f32],
         output: Vec<f32>,
+        usage: &mut Usage,
     ) -> Result<Vec<f32>> {
         let (first, tokens) = (tokens.start, tokens.len());
         let top_k = (ids.len() / tokens.max(1)).max(1);
         let shares = scheduler::split(ids, weights, top_k, &self.homes, self.banks.len());
+        self.count(tokens, &shares, usage);
         let mut works = self.banks.iter().zip(shares).map(|(bank, share)| {
             let work = Work {
                 input: input.clone(),
@@ -547,6 +840,7 @@ impl LayerExperts {
                 rows: share.rows,
                 experts: share.experts,
                 output: Vec::new(),
+                spent: Spent::default(),
             };
             (bank, work)
         });
@@ -555,49 +849,101 @@ impl LayerExperts {
             .map(|(bank, work)| bank.experts.submit(Work { output: vec![0.0; tokens * self.spec.hidden], ..work }))
             .collect();
         work.output = output;
-        let mut output = bank.experts.run(work)?.output;
+        let work = bank.experts.run(work)?;
+        *usage += work.spent;
+        let mut output = work.output;
         for pending in others {
+            let start = Instant::now();
             let other = pending.wait()?;
+            let waited = start.elapsed();
+            // Whoever waits for work that nobody has begun does it: then this was no waiting.
+            let kernels = other.spent.kernels.min(waited);
+            *usage += Spent { kernels, waiting: waited - kernels };
             output.iter_mut().zip(&other.output).for_each(|(o, v)| *o += v);
         }
         Ok(output)
     }
 
-    /// Starts the batch and returns at once; [`Pending::wait`] gives it back with its output.
+    /// Starts the batch on a thread of the runtime's and returns at once; [`Pending::wait`] gives it back with its output.
     ///
     /// What is wrong with the batch is reported by `wait`.
     pub fn submit(self: &Arc<Self>, mut batch: Batch) -> Pending<Batch> {
-        if let Err(e) = self.check(&batch) {
-            return Pending::ready(Err(e));
-        }
-        // A single bank with one pass: its own submit is all there is to do.
-        if let [bank] = &self.banks[..]
-            && batch.tokens <= self.pass_tokens
-        {
-            let mut output = std::mem::take(&mut batch.output);
-            output.clear();
-            output.resize(batch.tokens * self.spec.hidden, 0.0);
-            let top_k = batch.top_k().max(1);
-            let mut shares = scheduler::split(&batch.topk_ids, &batch.topk_weights, top_k, &self.homes, 1);
-            let share = shares.pop().unwrap_or_default();
-            let work = Work {
-                input: batch.input.clone(),
-                first: 0,
-                tokens: batch.tokens,
-                hidden: self.spec.hidden,
-                rows: share.rows,
-                experts: share.experts,
-                output,
-            };
-            return bank.experts.submit(work).map(move |work| {
-                batch.output = work.output;
-                Ok(batch)
-            });
-        }
+        let span = tracing::debug_span!("submit", layer = self.spec.index, tokens = batch.tokens);
         let layer = self.clone();
-        Pending::new(move || {
-            layer.forward(&mut batch)?;
+        let backend = self.banks.first().map_or("", |bank| &bank.backend);
+        self.team.spawn(backend, self.spec.index, move || {
+            span.in_scope(|| layer.forward(&mut batch))?;
             Ok(batch)
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::activation::Activation;
+
+    /// A bank that adds its number to every token it gets, and says how long it computed.
+    struct Fake(f32, Duration);
+
+    impl ExpertBank for Fake {
+        fn submit(&self, mut work: Work) -> Pending<Work> {
+            for row in &work.rows {
+                work.output[row.token as usize * work.hidden] += self.0;
+            }
+            work.spent.kernels = self.1;
+            let length = self.1.min(Duration::from_millis(5));
+            Pending::new(move || {
+                std::thread::sleep(length);
+                Ok(work)
+            })
+        }
+
+        fn packed_bytes(&self) -> u64 {
+            0
+        }
+    }
+
+    #[test]
+    fn banks_are_observed_together() {
+        let bank = |number, kernels, expert_bytes, ids: &[u32]| Bank {
+            backend: "fake".into(),
+            tier: "none".into(),
+            experts: Box::new(Fake(number, kernels)),
+            expert_bytes,
+            ids: ids.to_vec(),
+        };
+        let spec = LayerSpec {
+            index: 4,
+            experts: 4,
+            top_k: 2,
+            hidden: 2,
+            intermediate: 2,
+            formats: [Format::Bf16; 3],
+            activation: Activation::SiluMul,
+            biases: false,
+        };
+        let hour = Duration::from_secs(3600);
+        let home = |bank, local| Home { bank, local };
+        let layer = LayerExperts {
+            spec,
+            homes: vec![home(1, 0), home(0, 0), home(0, 1), home(1, 1)],
+            // The second says that it computed for longer than anybody waited for it.
+            banks: vec![bank(1.0, Duration::from_millis(2), 10, &[1, 2]), bank(8.0, hour, 1000, &[0, 3])],
+            pass_tokens: 8,
+            team: Team::new(1).unwrap(),
+            observed: Mutex::new(Observed { counts: vec![0; 4], ..Observed::default() }),
+        };
+        let experts = Experts { layers: vec![Arc::new(layer)] };
+        let mut batch = Batch::new(3, vec![0.0; 6], vec![3, 0, 3, 1, 1, -1], vec![1.0; 6]).unwrap();
+        experts.layers[0].forward(&mut batch).unwrap();
+        assert_eq!(batch.output(), [16.0, 0.0, 9.0, 0.0, 1.0, 0.0]);
+        let map = experts.heat_map();
+        assert_eq!(map.layers(), [LayerHeat { layer: 4, tokens: 3, counts: vec![1, 2, 0, 2] }]);
+        let usage = experts.stats().layers[0].usage;
+        assert_eq!((usage.calls, usage.tokens, usage.rows, usage.weight_bytes), (1, 3, 5, 10 + 2 * 1000));
+        assert!(usage.kernels >= Duration::from_millis(7) && usage.kernels + usage.waiting <= usage.wall, "{usage:?}");
     }
 }

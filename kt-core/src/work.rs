@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use half::bf16;
 
@@ -90,4 +91,15 @@ pub struct Work {
     pub experts: Vec<ExpertRows>,
     /// `[tokens, hidden]`: the bank adds to it.
     pub output: Vec<f32>,
+    /// Where the time of this work went, for statistics: zero when it starts; a bank that does not know leaves it so.
+    pub spent: Spent,
+}
+
+/// What the thread that ran some work did with its time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Spent {
+    /// It computed.
+    pub kernels: Duration,
+    /// It waited for other threads: for their last tasks, or for its turn with the team.
+    pub waiting: Duration,
 }

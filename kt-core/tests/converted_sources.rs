@@ -230,6 +230,27 @@ fn merged_files_and_trees_are_read_whole_again() {
 }
 
 #[test]
+fn a_fingerprint_has_every_file_and_the_order_of_codes() {
+    let case = cases()[1];
+    let slices = slices(case);
+    let dir = Dir::new("converted-fingerprint");
+    write_tree(&dir, &config_for(case), &slices);
+    let print = || kt_core::open(&dir.0).unwrap().fingerprint().unwrap();
+    let first = print();
+    assert_eq!(print(), first);
+    let last = std::fs::read_dir(dir.0.join("_layer_1/_numa_1")).unwrap().last().unwrap().unwrap().path();
+    let file = std::fs::File::options().write(true).open(last).unwrap();
+    file.set_modified(std::time::SystemTime::UNIX_EPOCH - std::time::Duration::from_secs(5)).unwrap();
+    assert_ne!(print(), first);
+
+    let dir = Dir::new("converted-fingerprint-merged");
+    write_merged(&dir, &config_for(case), &merged(&slices));
+    let as_layout = |layout| ConvertedSource::open_as(&dir.0, layout).unwrap().fingerprint().unwrap();
+    let [tiles, rows] = [Int8Layout::Tiles, Int8Layout::Rows].map(as_layout);
+    assert!(tiles != rows && tiles == kt_core::open(&dir.0).unwrap().fingerprint().unwrap());
+}
+
+#[test]
 fn tiles_and_rows_of_bytes_are_told_apart_or_asked_for() {
     let case = Case { method: Method::Int8, hidden: 128, intermediate: 128, nodes: 1 };
     let good = slices(case);

@@ -66,6 +66,10 @@ impl Kernel for Llamafile {
         (!in_place(format)).then(|| rows.div_ceil(PANEL) * packed_layout(format, cols).panel_bytes)
     }
 
+    fn layout_version(self) -> u32 {
+        layout::VERSION
+    }
+
     fn pack(self, matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
         layout::pack(matrix, rows, out);
     }

@@ -47,6 +47,29 @@ use kt_core::cpu::input::BLOCK;
 use kt_core::format::ggml;
 use kt_core::{Format, Matrix};
 
+/// The version of everything said above. Packed weights are kept on disk with it: raise it with any change of the bytes.
+pub(crate) const VERSION: u32 = 1;
+
+/// What version [`VERSION`] makes of fixed matrices: checksums, by format. A test compares; it prints this table as it should be.
+#[cfg(test)]
+pub(crate) const PACKED: &[(&str, u64)] = &[
+    ("Q8_0", 0xa0396cf280d9cf6e),
+    ("Q4_0", 0xad7eddd44ae22b45),
+    ("Q4_K", 0xf4ad66e4810e99f4),
+    ("Q5_K", 0xdf5466a29f89cec9),
+    ("Q6_K", 0x2d3467e8d10f48d5),
+    ("Q4_1", 0xb31cc0c0ff0844ed),
+    ("Q5_0", 0x2d6b2d06309dac22),
+    ("Q5_1", 0x7b39061eb9d1e7e8),
+    ("Q2_K", 0x3a96a8db4a7221b4),
+    ("Q3_K", 0x63e34ea5d6ff22fa),
+    ("IQ4_NL", 0xad7eddd44ae22b45),
+    ("IQ4_XS", 0xf915306c38a3b9bd),
+    ("TQ1_0", 0xfb909d91dc68d3de),
+    ("TQ2_0", 0x2341a7a0e94b14f6),
+    ("MXFP4-ggml", 0x1b90c310ba8bf1d0),
+];
+
 /// Columns that are packed at a time: a block of the K types, two of a panel.
 const TILE: usize = ggml::K_COLS;
 /// Bytes of one bit of each code of a block.

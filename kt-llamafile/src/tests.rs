@@ -11,6 +11,7 @@ use kt_core::testing::Random;
 use kt_core::{Format, Group, Matrix};
 
 use crate::Llamafile;
+use crate::layout::{PACKED, VERSION};
 
 const ROWS: [usize; 11] = [1, 2, 3, 4, 5, 6, 8, 9, 13, 40, 130];
 
@@ -287,4 +288,29 @@ fn what_is_declined_has_a_reason() {
             assert!(k.accepts(format, 10, 256).unwrap_err().0.contains(&format.to_string()));
         }
     }
+}
+
+#[test]
+fn packed_bytes_change_with_the_layout_version_only() {
+    let kernel = kernels()[0];
+    assert_eq!(kernel.layout_version(), VERSION);
+    let mut found = Vec::new();
+    for format in native() {
+        let (rows, cols) = (37, if ggml::block(format).unwrap().0 == 32 { 416 } else { 1280 });
+        let Some(bytes) = kernel.packed_bytes(format, rows, cols) else { continue };
+        // Random bits, as scales too: they are moved, not computed with.
+        let mut random = Random(1);
+        let blocks: Vec<u8> = (0..rows * format.row_bytes(cols).unwrap()).map(|_| random.bits() as u8).collect();
+        let matrix = Matrix::new(format, rows, cols, blocks.into(), None).unwrap();
+        let mut packed = vec![0; bytes];
+        kernel.pack(&matrix, 0..rows, &mut packed);
+        found.push((format.to_string(), xxhash_rust::xxh3::xxh3_64_with_seed(&packed, VERSION.into())));
+    }
+    assert!(found.len() > 10, "{found:?}");
+    let table: String = found.iter().map(|(name, sum)| format!("    ({name:?}, {sum:#018x}),\n")).collect();
+    let known: Vec<(String, u64)> = PACKED.iter().map(|&(name, sum)| (name.to_owned(), sum)).collect();
+    assert!(
+        found == known,
+        "what is packed has changed: raise VERSION, run again, and write this into PACKED:\n{table}"
+    );
 }

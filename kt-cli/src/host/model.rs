@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
+use kt::plan::{Change, Extra, Kind as MemoryKind, Verdict};
 use kt::{Batch, LayerExperts, Linear, LoadOptions, Matrix, Plan, Progress, Routing, Runtime, WeightSource};
 
 use super::attention::{Attention, SCORES};
 use super::config::{Attention as Kind, ModelConfig};
 use super::names;
 use super::rope::Rotary;
-use super::weights::{Dense, LayerWeights};
+use super::weights::{Dense, DenseBytes, LayerWeights};
 
 /// Tokens that go through the model at once; longer inputs take several passes. Enough that experts are read seldom, few
 /// enough that activations stay small beside weights.
@@ -146,8 +147,24 @@ impl Model {
         positions: usize,
         rows: Rows,
     ) -> Result<Plan> {
-        let extra = host_bytes(&Dense::new(config, source, runtime), positions, rows)?;
-        Ok(runtime.plan_with(source, &extra)?)
+        let dense = Dense::new(config, source, runtime);
+        let bytes = dense.bytes()?;
+        let extra = |positions| host_memory(&dense, bytes, positions, rows);
+        let mut plan = runtime.plan_with(source, &load_options(extra(positions)?, positions))?;
+        if plan.verdict() != Verdict::Fits {
+            // The longest context that fits better: all memory of the host grows with it.
+            let (mut better, mut from) = (0, positions);
+            let shorter = |positions| -> Result<Plan> { Ok(Plan { extra: extra(positions)?, ..plan.clone() }) };
+            while from > better + 1 {
+                let middle = better + (from - better) / 2;
+                if shorter(middle)?.verdict() < plan.verdict() { better = middle } else { from = middle }
+            }
+            if better > 0 {
+                let other = shorter(better)?;
+                plan.offer(Change::Positions(better), other.need_bytes(), other.verdict());
+            }
+        }
+        Ok(plan)
     }
 
     /// Loads the model, for running it over up to `positions` tokens with the logits of `rows` of them.
@@ -162,6 +179,10 @@ impl Model {
         rows: Rows,
         progress: Arc<Progress>,
     ) -> Result<Self> {
+        let plan = Self::plan(runtime, source, config, positions, rows)?;
+        if plan.verdict() == Verdict::Refuse {
+            bail!(kt::Error::Memory(Box::new(plan)));
+        }
         let dense = Dense::new(config, source, runtime);
         for spec in source.layers() {
             if spec.hidden != config.hidden || spec.index >= config.layers {
@@ -175,8 +196,8 @@ impl Model {
                 );
             }
         }
-        let extra = host_bytes(&dense, positions, rows)?;
-        let experts = runtime.load_with(source, LoadOptions { extra, progress })?;
+        let options = LoadOptions { progress, ..load_options(plan.extra, positions) };
+        let experts = runtime.load_with(source, options)?;
         let layers = (0..config.layers)
             .map(|index| {
                 let mut weights = dense.layer(index)?;
@@ -333,13 +354,17 @@ impl Router {
     }
 }
 
-/// Memory of the host besides experts, by what it is for.
-fn host_bytes(dense: &Dense<'_>, positions: usize, rows: Rows) -> Result<Vec<(String, u64)>> {
+/// What the runtime is told of a host that takes `extra` and runs over `positions`.
+fn load_options(extra: Vec<Extra>, positions: usize) -> LoadOptions {
+    LoadOptions { extra, batch_tokens: Some(positions.min(PASS_TOKENS)), ..LoadOptions::default() }
+}
+
+/// Memory of the host besides experts, by what it is for; `weights` are those of `dense`.
+fn host_memory(dense: &Dense<'_>, weights: DenseBytes, positions: usize, rows: Rows) -> Result<Vec<Extra>> {
     let config = dense.config;
-    let weights = dense.bytes()?;
     let tokens = positions.min(PASS_TOKENS) as u64;
     // Upper bound of what is alive at once in a pass: the residual stream, a norm and a sum of it, and twice the widest of what
-    // attention or a feed-forward part makes of it; scores, masked and as probabilities.
+    // attention or a feed-forward part makes of it; scores, masked and as probabilities; packed inputs of a product.
     let widest = match config.attention {
         Kind::Grouped { kv_heads, head_dim } => (config.heads * 3 + kv_heads * 3) * head_dim,
         Kind::Latent { kv_lora, nope, rope, value, .. } => {
@@ -349,14 +374,19 @@ fn host_bytes(dense: &Dense<'_>, positions: usize, rows: Rows) -> Result<Vec<(St
     let widest = widest.max(3 * config.dense_intermediate).max(3 * config.shared_intermediate);
     let row = (config.heads as u64).saturating_mul(positions as u64);
     let scores = row.saturating_mul(tokens).min(SCORES as u64).max(row);
-    let activations = (tokens * (4 * config.hidden + widest) as u64 * 4).saturating_add(scores.saturating_mul(12));
+    let per_token = (4 * config.hidden + widest) as u64 * 4 + weights.input_row;
+    let activations = (tokens * per_token).saturating_add(scores.saturating_mul(12));
     let rows = if rows == Rows::All { positions as u64 } else { 1 };
     let logits = rows.saturating_mul(dense.embedding()?.rows() as u64 * 4);
+    let cache = config.cache_bytes(positions);
     Ok(vec![
-        ("host: dense weights, packed in memory".into(), weights.packed),
-        ("host: embedding and dense weights in place (page cache)".into(), weights.mapped),
-        (format!("host: keys and values of {positions} positions"), config.cache_bytes(positions)),
-        ("host: activations and logits".into(), activations.saturating_add(logits)),
+        Extra::new("host: dense weights, packed in memory", MemoryKind::Weights, weights.packed)
+            .read_per_token(weights.token),
+        Extra::new("host: embedding and dense weights in place (page cache)", MemoryKind::InPlace, weights.mapped),
+        Extra::new("host: while dense weights are loaded, given back after", MemoryKind::Loading, weights.loading),
+        Extra::new(format!("host: keys and values of {positions} positions"), MemoryKind::Working, cache)
+            .read_per_token(cache),
+        Extra::new("host: activations and logits", MemoryKind::Working, activations.saturating_add(logits)),
     ])
 }
 

@@ -41,6 +41,12 @@ pub(super) struct DenseBytes {
     pub(super) packed: u64,
     /// Used in place, from the checkpoint's map.
     pub(super) mapped: u64,
+    /// Of both, what a token reads: all but the embedding, of which it reads a row.
+    pub(super) token: u64,
+    /// Most that loading one tensor takes besides: its pages of the file, and its numbers once more.
+    pub(super) loading: u64,
+    /// Most that one token's inputs of a product take when packed.
+    pub(super) input_row: u64,
 }
 
 /// The loaded dense tensors of one layer.
@@ -164,26 +170,38 @@ impl<'a> Dense<'a> {
     /// What loading all of it will take. Reads headers only, and finds every missing or misshapen tensor.
     pub(super) fn bytes(&self) -> Result<DenseBytes> {
         let embedding = self.embedding()?;
-        let mut bytes = DenseBytes { packed: self.config.hidden as u64 * 4, mapped: embedding.byte_len() };
+        let norm = self.config.hidden as u64 * 4;
+        let mut bytes = DenseBytes { packed: norm, mapped: embedding.byte_len(), token: norm, ..DenseBytes::default() };
         let mut product = |matrix: &Matrix| -> Result<()> {
             let fit = self.runtime.plan_linear(matrix.format(), matrix.rows(), matrix.cols())?;
             bytes.packed += fit.packed_bytes;
             bytes.mapped += fit.mapped_bytes;
+            bytes.token += fit.packed_bytes + fit.mapped_bytes;
+            bytes.input_row = bytes.input_row.max(fit.scratch_bytes_per_token);
+            if fit.packed_bytes > 0 {
+                bytes.loading = bytes.loading.max(matrix.byte_len());
+            }
             Ok(())
         };
         let head = self.matrix(self.head_name(), (embedding.rows(), self.config.hidden))?;
         product(&head)?;
-        let mut numbers = 0;
+        let (mut numbers, mut loading) = (0, 0);
         for layer in 0..self.config.layers {
             for need in self.needs(layer, self.experts(layer))? {
                 let matrix = self.matrix(&self.names.layer(layer, need.part), need.shape)?;
                 match need.how {
                     Use::Product => product(&matrix)?,
-                    Use::Numbers => numbers += (need.shape.0 * need.shape.1) as u64 * 4,
+                    Use::Numbers => {
+                        let own = (need.shape.0 * need.shape.1) as u64 * 4;
+                        numbers += own;
+                        loading = loading.max(own + matrix.byte_len());
+                    }
                 }
             }
         }
         bytes.packed += numbers;
+        bytes.token += numbers;
+        bytes.loading = bytes.loading.max(loading);
         Ok(bytes)
     }
 

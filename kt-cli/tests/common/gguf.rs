@@ -24,12 +24,12 @@ struct Tensor {
 
 /// Metadata in GGUF's encoding.
 #[derive(Default)]
-struct Pairs {
-    bytes: Vec<u8>,
-    count: u64,
+pub struct Pairs {
+    pub bytes: Vec<u8>,
+    pub count: u64,
 }
 
-fn string(out: &mut Vec<u8>, text: &str) {
+pub fn string(out: &mut Vec<u8>, text: &str) {
     out.extend((text.len() as u64).to_le_bytes());
     out.extend(text.as_bytes());
 }
@@ -42,11 +42,11 @@ impl Pairs {
         self.count += 1;
     }
 
-    fn uint(&mut self, key: &str, value: usize) {
+    pub fn uint(&mut self, key: &str, value: usize) {
         self.put(key, 4, &(value as u32).to_le_bytes());
     }
 
-    fn float(&mut self, key: &str, value: f64) {
+    pub fn float(&mut self, key: &str, value: f64) {
         self.put(key, 6, &(value as f32).to_le_bytes());
     }
 
@@ -54,7 +54,7 @@ impl Pairs {
         self.put(key, 7, &[value as u8]);
     }
 
-    fn text(&mut self, key: &str, value: &str) {
+    pub fn text(&mut self, key: &str, value: &str) {
         let mut bytes = Vec::new();
         string(&mut bytes, value);
         self.put(key, 8, &bytes);
@@ -62,11 +62,12 @@ impl Pairs {
 }
 
 /// GGUF's number of a tensor type.
-fn type_id(format: Format) -> u32 {
+pub fn type_id(format: Format) -> u32 {
     match format {
         Format::F32 => 0,
         Format::F16 => 1,
         Format::Q8_0 => 8,
+        Format::Q4K => 12,
         Format::Bf16 => 30,
         other => panic!("the writer does not know {other}"),
     }

@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each test program uses its part
 
 pub mod gguf;
+pub mod written;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

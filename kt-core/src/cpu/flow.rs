@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 
+use super::cache::{Key, PackedCache};
 use super::input::{BLOCK, InputLayout, Inputs};
 use super::kernel::{Kernel, Outputs, Scratch, Weights};
 use super::memory::{AlignedBytes, Grid, Pieces, huge_share, zeroed_pages};
@@ -84,19 +85,51 @@ impl<K: Kernel> CpuBackend<K> {
         Tier::ALL.iter().position(|&t| t == self.kernel.tier()).unwrap_or(0) as u32
     }
 
+    /// Bytes of the packed experts of a layer, by projection; 0 for what is used in place.
+    fn packed_sizes(&self, layer: &LayerSpec) -> [usize; 3] {
+        Proj::ALL.map(|p| {
+            let (rows, cols) = layer.shape(p);
+            self.kernel.packed_bytes(layer.format(p), rows, cols).unwrap_or(0)
+        })
+    }
+
+    /// What the packed cache knows these experts by.
+    fn key<'a>(&'a self, layer: &'a LayerSpec, experts: &'a [u32]) -> Key<'a> {
+        Key {
+            backend: self.name,
+            tier: self.kernel.tier(),
+            layout_version: self.kernel.layout_version(),
+            layer,
+            experts,
+            bytes: self.packed_sizes(layer).iter().sum::<usize>() * experts.len(),
+        }
+    }
+
     /// Loads one expert's three matrices: packs each node's outputs (`cuts`) into their piece of that node's arena, or keeps
-    /// them in place.
+    /// them in place. Those that are `packed` already are copied there, if there are arenas at all.
     fn load_expert(
         &self,
         layer: &LayerSpec,
         expert: usize,
         from: &dyn WeightSource,
+        packed: Option<&[u8]>,
         cuts: &Cuts,
-        arenas: &[Pieces<'_, u8>],
-        first_piece: usize,
+        (arenas, first_piece): (&[Pieces<'_, u8>], usize),
     ) -> Result<[Option<Matrix>; 3]> {
         let mut kept = [None, None, None];
+        let sizes = self.packed_sizes(layer);
         for proj in Proj::ALL {
+            let size = sizes[proj.index()];
+            if let Some(packed) = packed.filter(|_| size > 0) {
+                // Slices are whole panels, and follow each other as the nodes do.
+                let mut at = sizes[..proj.index()].iter().sum::<usize>();
+                for arena in arenas {
+                    let out = arena.take(first_piece + proj.index());
+                    out.copy_from_slice(&packed[at..at + out.len()]);
+                    at += out.len();
+                }
+                continue;
+            }
             let matrix = from.matrix(layer.index, expert, proj)?;
             let (rows, cols) = layer.shape(proj);
             let fail = |what: String| {
@@ -113,7 +146,7 @@ impl<K: Kernel> CpuBackend<K> {
                 )));
             }
             matrix.check_scales().map_err(fail)?;
-            if self.kernel.packed_bytes(matrix.format(), rows, cols).is_none() {
+            if size == 0 {
                 kept[proj.index()] = Some(matrix);
                 continue;
             }
@@ -124,7 +157,7 @@ impl<K: Kernel> CpuBackend<K> {
                 }
             }
         }
-        if kept.iter().all(Option::is_none) {
+        if packed.is_none() && kept.iter().all(Option::is_none) {
             from.release(layer.index, expert);
         }
         Ok(kept)
@@ -186,8 +219,13 @@ impl<K: Kernel> Backend for CpuBackend<K> {
             self.kernel.packed_bytes(layer.format(p), rows, cols).unwrap_or(0)
         };
         let sizes = |node: usize| cuts.iter().flat_map(move |c| Proj::ALL.map(|p| bytes(c, node, p)));
+        let key = self.key(layer, experts);
+        let cache = context.cache.as_ref().filter(|_| key.bytes > 0);
+        let cached = cache.and_then(|cache| cache.load(&key));
+        // Where memory has no place to be near to, the map is the arena.
+        let mapped = cached.clone().filter(|_| !context.team.wants_memory_near());
         let mut arenas = Vec::with_capacity(nodes.len());
-        for node in 0..nodes.len() {
+        for node in 0..if mapped.is_some() { 0 } else { nodes.len() } {
             arenas.push(Arena::new(context, node, sizes(node).sum())?);
         }
         Arena::touch_at_home(&mut arenas, context);
@@ -201,16 +239,19 @@ impl<K: Kernel> Backend for CpuBackend<K> {
                     return;
                 }
                 let expert = experts[i] as usize;
-                let result = self.load_expert(layer, expert, from, &cuts[i], &pieces, i * 3).and_then(|kept| {
-                    let mut biases: [Option<Vec<f32>>; 3] = [None, None, None];
-                    if layer.biases {
-                        for proj in Proj::ALL {
-                            biases[proj.index()] = from.bias(layer.index, expert, proj)?;
+                let each = key.bytes / experts.len();
+                let packed = cached.as_ref().map(|all| &all[i * each..(i + 1) * each]);
+                let result =
+                    self.load_expert(layer, expert, from, packed, &cuts[i], (&pieces, i * 3)).and_then(|kept| {
+                        let mut biases: [Option<Vec<f32>>; 3] = [None, None, None];
+                        if layer.biases {
+                            for proj in Proj::ALL {
+                                biases[proj.index()] = from.bias(layer.index, expert, proj)?;
+                            }
                         }
-                    }
-                    context.progress.advance(layer.expert_bytes())?;
-                    Ok(LoadedExpert { kept, biases })
-                });
+                        context.progress.advance(layer.expert_bytes())?;
+                        Ok(LoadedExpert { kept, biases })
+                    });
                 *loaded[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
             });
         })?;
@@ -218,9 +259,11 @@ impl<K: Kernel> Backend for CpuBackend<K> {
         context.progress.advance(0)?;
         let residence = arenas.iter().map(Arena::residence).collect();
         let packed_bytes = arenas.iter().map(|a| a.len as u64).sum();
-        let arenas = arenas.into_iter().map(Arena::freeze).collect::<Result<Vec<Bytes>>>()?;
+        let mut arenas = arenas.into_iter().map(Arena::freeze).collect::<Result<Vec<Bytes>>>()?;
+        arenas.extend(mapped);
         let mut bank = Vec::with_capacity(experts.len());
         let mut offsets = vec![0; nodes.len()];
+        let mut parts = Vec::new();
         for (cell, cuts) in loaded.into_iter().zip(cuts) {
             let loaded = cell.into_inner().unwrap_or_else(PoisonError::into_inner).unwrap_or(Err(Error::Cancelled))?;
             let mut kept = loaded.kept.into_iter();
@@ -233,10 +276,15 @@ impl<K: Kernel> Backend for CpuBackend<K> {
                     let size = bytes(&cuts, node, p);
                     offsets[node] += size;
                     let bytes = arenas[node].slice(offsets[node] - size..offsets[node]);
+                    parts.push(bytes.clone());
                     (rows.clone(), Weights::packed(format, rows.len(), cols, bytes))
                 }))
             });
             bank.push(Expert { weights, biases: loaded.biases, cuts });
+        }
+        if let Some(cache) = cache.filter(|_| cached.is_none()) {
+            let parts: Vec<&[u8]> = parts.iter().map(|part| &part[..]).collect();
+            cache.save(&key, &parts);
         }
         let layouts = self.probe(layer)?.inputs;
         let (up_layout, _) = self.kernel.accepts(layer.format(Proj::Up), layer.intermediate, layer.hidden)?;
@@ -254,6 +302,11 @@ impl<K: Kernel> Backend for CpuBackend<K> {
             packed_bytes,
             residence,
         }))))
+    }
+
+    fn is_cached(&self, layer: &LayerSpec, experts: &[u32], cache: &PackedCache) -> bool {
+        let key = self.key(layer, experts);
+        key.bytes > 0 && cache.has(&key)
     }
 
     fn probe_linear(&self, format: Format, rows: usize, cols: usize) -> Result<Fit, Unsupported> {
@@ -337,11 +390,9 @@ impl Arena {
     /// Memory for `len` bytes on the team's node `share`.
     fn new(context: &LoadContext, share: usize, len: usize) -> Result<Self> {
         let mut map = zeroed_pages(len, context.huge_pages)?;
-        let shares = context.team.shares();
-        let node = shares[share].node;
+        let node = context.team.shares()[share].node;
         let mut unbound = None;
-        // With one node there is no other place, unless the application chose this one among several.
-        if shares.len() > 1 || context.team.topology().nodes().len() > 1 && !context.team.is_lent() {
+        if context.team.wants_memory_near() {
             unbound = context.team.topology().bind_memory(&mut map, node).err();
         }
         Ok(Arena { map, len, node, unbound })
@@ -471,7 +522,7 @@ fn pack_rows<K: Kernel>(
     };
     // One row takes about a microsecond: less than waking anybody.
     if rows <= 2 {
-        (0..rows).for_each(pack);
+        region.run(1, |_, _| (0..rows).for_each(pack));
     } else {
         region.run(rows, |row, _| pack(row));
     }
@@ -594,6 +645,7 @@ impl<K: Kernel> BankInner<K> {
         });
         drop(grid);
         region.put_buffers(buffers);
+        work.spent = region.spent();
         work
     }
 

@@ -130,6 +130,10 @@ pub trait Kernel: Copy + Send + Sync + 'static {
     /// Bytes of the packed matrix (a multiple of 64), or `None` when the checkpoint's bytes are used in place.
     fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize>;
 
+    /// The version of what [`pack`](Kernel::pack) makes: another number whenever it makes other bytes of some matrix, so that
+    /// packed bytes on disk are not taken for what they are not. Kernels that pack nothing say 0.
+    fn layout_version(self) -> u32;
+
     /// Packs rows `rows` of a matrix of an accepted format into `out`, which is zeroed, 64-byte aligned and of
     /// [`packed_bytes`](Kernel::packed_bytes) for so many rows. They start at a multiple of 16, and end at one or at the matrix's end; the
     /// bytes are the same, and in the same order, as those of these rows when the whole matrix is packed.

@@ -29,6 +29,10 @@ impl Kernel for Portable {
         None
     }
 
+    fn layout_version(self) -> u32 {
+        0
+    }
+
     fn pack(self, _matrix: &Matrix, _rows: Range<usize>, _out: &mut [u8]) {}
 
     fn product(

@@ -24,7 +24,7 @@ use std::any::Any;
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
@@ -33,6 +33,7 @@ use super::memory::AlignedBytes;
 use super::topology::{Share, Topology, cpu_ranges, current_cpu};
 use crate::error::{Error, Result};
 use crate::pending::{Pending, contain};
+use crate::work::Spent;
 
 /// How long a worker spins for the next job before it parks, unless told otherwise: longer than the gap between two layer calls
 /// of a running model, shorter than what a neighbour on the same core would notice.
@@ -165,8 +166,8 @@ impl Shared {
         }
     }
 
-    /// Returns when no worker is inside any more.
-    fn wait_for_workers(&self) {
+    /// Returns when no worker is inside any more, with whether there was one.
+    fn wait_for_workers(&self) -> bool {
         let mut since = None;
         let mut spins = 0u32;
         while self.inside.load(Ordering::SeqCst) != 0 {
@@ -180,9 +181,10 @@ impl Shared {
                     thread::park();
                 }
                 self.sleeping.store(false, Ordering::SeqCst);
-                return;
+                break;
             }
         }
+        spins > 0
     }
 }
 
@@ -472,6 +474,11 @@ impl Team {
         &self.topology
     }
 
+    /// Whether memory must lie on the nodes of its threads: there are several, or the application chose this one among several.
+    pub(crate) fn wants_memory_near(&self) -> bool {
+        self.shares.len() > 1 || self.topology.nodes().len() > 1 && !self.is_lent()
+    }
+
     /// What was not used or not bound, and why.
     pub fn notes(&self) -> &[String] {
         &self.notes
@@ -479,7 +486,16 @@ impl Team {
 
     /// Enters a parallel region: the team works for this caller until the region is dropped. Other callers wait.
     pub fn region(&self) -> Region<'_> {
-        let state = self.caller.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut spent = Spent::default();
+        let state = self.caller.try_lock().unwrap_or_else(|error| match error {
+            TryLockError::Poisoned(poisoned) => poisoned.into_inner(),
+            TryLockError::WouldBlock => {
+                let start = Instant::now();
+                let state = self.caller.lock().unwrap_or_else(PoisonError::into_inner);
+                spent.waiting = start.elapsed();
+                state
+            }
+        });
         let home = match self.shares.len() {
             0 | 1 => 0,
             _ => current_cpu().map_or(0, |cpu| Topology::share_of_cpu(&self.shares, cpu)),
@@ -491,7 +507,7 @@ impl Team {
             let (shared, spare) = (self.shared.clone(), lent.spare.clone());
             lent.pool.start(Arc::new(move || help(&shared, region, &spare)));
         }
-        Region { team: self, state, home }
+        Region { team: self, state, home, spent }
     }
 
     /// Starts `f` on a thread of its own and returns at once; whoever waits before it has started runs it instead.
@@ -587,6 +603,7 @@ pub struct Region<'a> {
     state: MutexGuard<'a, CallerState>,
     /// The lane of the node that the caller runs on.
     home: usize,
+    spent: Spent,
 }
 
 impl Drop for Region<'_> {
@@ -606,6 +623,11 @@ impl Region<'_> {
     /// The team's nodes, which are the lanes of [`Region::run_lanes`].
     pub fn shares(&self) -> &[Share] {
         &self.team.shares
+    }
+
+    /// What the caller did with its time so far: in tasks, and waiting for the others. Waking threads is neither.
+    pub fn spent(&self) -> Spent {
+        self.spent
     }
 
     /// Lends the layer call's buffers; give them back with [`Region::put_buffers`].
@@ -645,9 +667,11 @@ impl Region<'_> {
         let shared = &*self.team.shared;
         let all: usize = tasks.iter().sum();
         if self.team.threads() <= 1 || (all <= 1 && share) {
+            let start = Instant::now();
             for (lane, &tasks) in tasks.iter().enumerate() {
                 (0..tasks).for_each(|task| body(lane, task, scratch));
             }
+            self.spent.kernels += start.elapsed();
             return;
         }
         assert!(tasks.len() <= shared.lanes.len(), "more lanes than nodes");
@@ -669,17 +693,22 @@ impl Region<'_> {
                 w.handle.thread().unpark();
             }
         }
+        let start = Instant::now();
         shared.work(job, self.home % tasks.len(), scratch);
         if !share {
-            let begin = Instant::now();
             let open = || shared.lanes.iter().zip(tasks).any(|(lane, &n)| lane.next.load(Ordering::Relaxed) < n);
+            let begin = Instant::now();
             while open() && begin.elapsed() < Duration::from_millis(20) {
                 thread::yield_now();
             }
             shared.work(Job { share: true, ..job }, self.home % tasks.len(), scratch);
         }
         shared.state.store(epoch << 1, Ordering::SeqCst);
-        shared.wait_for_workers();
+        let done = Instant::now();
+        self.spent.kernels += done - start;
+        if shared.wait_for_workers() {
+            self.spent.waiting += done.elapsed();
+        }
         let payload = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(payload) = payload {
             resume_unwind(payload);
@@ -829,6 +858,45 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn a_region_tells_where_its_time_went() {
+        let team = Team::oversubscribed(2).unwrap();
+        let caller = thread::current().id();
+        let (long, short) = (Duration::from_millis(60), Duration::from_millis(20));
+        // The caller computes for a while, once the worker has begun a longer task.
+        let begun = AtomicBool::new(false);
+        let mut region = team.region();
+        assert_eq!(region.spent(), Spent::default());
+        region.run(2, |_, _| {
+            if thread::current().id() == caller {
+                let start = Instant::now();
+                while !begun.load(Ordering::SeqCst) && start.elapsed() < Duration::from_secs(10) {
+                    thread::yield_now();
+                }
+                thread::sleep(short);
+            } else {
+                begun.store(true, Ordering::SeqCst);
+                thread::sleep(long);
+            }
+        });
+        let spent = region.spent();
+        assert!(begun.load(Ordering::SeqCst) && spent.kernels >= short && spent.waiting > Duration::ZERO, "{spent:?}");
+        drop(region);
+        // Somebody else waits for the team; again if that thread came too late.
+        let waited = (0..100).any(|_| {
+            let region = team.region();
+            thread::scope(|s| {
+                let other = s.spawn(|| team.region().spent());
+                thread::sleep(short);
+                drop(region);
+                let spent = other.join().unwrap();
+                assert_eq!(spent.kernels, Duration::ZERO);
+                spent.waiting > Duration::ZERO
+            })
+        });
+        assert!(waited);
     }
 
     #[test]

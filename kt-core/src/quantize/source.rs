@@ -8,7 +8,8 @@ use crate::error::{Error, Result};
 use crate::format::{Format, Matrix};
 use crate::layer::{LayerSpec, Proj};
 use crate::routing::Routing;
-use crate::source::{Metadata, WeightSource};
+use crate::source::fingerprint::Fingerprint;
+use crate::source::{Metadata, Reads, WeightSource};
 
 /// A [`WeightSource`] that gives every routed expert of another in a format of the caller's choice.
 ///
@@ -42,11 +43,26 @@ impl Requantized {
         }
         Ok(Requantized { source, layers })
     }
+
+    /// Whether no projection of the layer is passed on as it is.
+    fn recodes(&self, layer: &LayerSpec) -> bool {
+        let stored = self.source.layers().iter().find(|l| l.index == layer.index);
+        stored.is_some_and(|stored| Proj::ALL.iter().all(|&p| stored.format(p) != layer.format(p)))
+    }
 }
 
 impl WeightSource for Requantized {
     fn path(&self) -> &Path {
         self.source.path()
+    }
+
+    fn fingerprint(&self) -> Option<u128> {
+        let mut fingerprint = Fingerprint::new("re-encoded");
+        fingerprint.add(&self.source.fingerprint()?.to_le_bytes());
+        for layer in &self.layers {
+            fingerprint.add(format!("{} {:?}", layer.index, layer.formats).as_bytes());
+        }
+        fingerprint.finish()
     }
 
     fn layers(&self) -> &[LayerSpec] {
@@ -58,10 +74,24 @@ impl WeightSource for Requantized {
         let Some(spec) = self.layers.iter().find(|l| l.index == layer) else {
             return Ok(matrix);
         };
-        recode(&matrix, spec.format(proj)).map_err(|what| {
+        let recoded = recode(&matrix, spec.format(proj)).map_err(|what| {
             let (file, tensor) = self.source.tensor_name(layer, expert, proj);
             Error::tensor(file, tensor, what)
-        })
+        })?;
+        if self.recodes(spec) {
+            self.source.release(layer, expert);
+        }
+        Ok(recoded)
+    }
+
+    fn reads(&self, layer: &LayerSpec, proj: Proj) -> Reads {
+        let stored = self.source.layers().iter().find(|l| l.index == layer.index).unwrap_or(layer);
+        let reads = self.source.reads(stored, proj);
+        if stored.format(proj) == layer.format(proj) {
+            return reads;
+        }
+        let (rows, cols) = layer.shape(proj);
+        Reads { copied_bytes: layer.format(proj).stored_bytes(rows, cols), ..reads }
     }
 
     fn bias(&self, layer: usize, expert: usize, proj: Proj) -> Result<Option<Vec<f32>>> {

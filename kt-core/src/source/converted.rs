@@ -19,17 +19,18 @@
 //! slice   blocks of N rows (64 for INT8, 128 for INT4), in them blocks of 3584 columns, in them strips of 32 rows, in them tiles
 //! ```
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 use safetensors::Dtype;
 
+use super::fingerprint::{Fingerprint, Stamp};
 use super::model::Model;
 use super::safetensors::linear::{linear, plain};
 use super::safetensors::shards::{Files, Shards, parsed, side_file};
 use super::safetensors::transposed::Quantization;
-use super::{Metadata, WeightSource};
+use super::{Metadata, Reads, WeightSource};
 use crate::error::{Error, Result};
 use crate::format::float::f32_at;
 use crate::format::{Format, Group, Matrix, ScaleType};
@@ -229,7 +230,7 @@ impl ConvertedSource {
             }
             Store::Tree(path) => {
                 let dir = node_dir(path, first);
-                let names = file_sizes(&dir)?;
+                let names = files(&dir)?;
                 let known = [Codes::Int4Tiles, Codes::Int8Tiles, Codes::Int8Rows];
                 let held = |codes: &Codes| {
                     let start = format!("{}_gate_0_", codes.method());
@@ -271,8 +272,8 @@ impl ConvertedSource {
         }
         for (layer, node) in self.model.layers.iter().flat_map(|l| (0..self.nodes).map(move |node| (l, node))) {
             let files = match &self.store {
-                Store::Merged(_) => HashMap::new(),
-                Store::Tree(path) => file_sizes(&node_dir(path, Slice { layer: layer.index, node, ..self.first() }))?,
+                Store::Merged(_) => BTreeMap::new(),
+                Store::Tree(path) => files(&node_dir(path, Slice { layer: layer.index, node, ..self.first() }))?,
             };
             for (expert, proj) in (0..layer.experts).flat_map(|e| Proj::ALL.map(|p| (e, p))) {
                 let slice = Slice { layer: layer.index, expert, proj, node };
@@ -288,7 +289,7 @@ impl ConvertedSource {
                             }
                             tensor => tensor.map(|(_, t)| t.byte_len() as u64),
                         },
-                        Store::Tree(_) => files.get(&self.file_name(slice, part)).copied(),
+                        Store::Tree(_) => files.get(&self.file_name(slice, part)).map(|f| f.len()),
                     };
                     match found {
                         Some(bytes) if bytes == want as u64 => {}
@@ -398,14 +399,14 @@ fn node_dir(path: &Path, slice: Slice) -> PathBuf {
     path.join(format!("_layer_{}", slice.layer)).join(format!("_numa_{}", slice.node))
 }
 
-/// Names and sizes of a directory's files.
-fn file_sizes(dir: &Path) -> Result<HashMap<String, u64>> {
+/// A directory's files by name.
+fn files(dir: &Path) -> Result<BTreeMap<String, std::fs::Metadata>> {
     let io = |source| Error::Io { path: dir.to_owned(), source };
-    let mut files = HashMap::new();
+    let mut files = BTreeMap::new();
     for entry in std::fs::read_dir(dir).map_err(io)? {
         let entry = entry.map_err(io)?;
         if let Ok(name) = entry.file_name().into_string() {
-            files.insert(name, entry.metadata().map_err(io)?.len());
+            files.insert(name, entry.metadata().map_err(io)?);
         }
     }
     Ok(files)
@@ -461,6 +462,23 @@ impl WeightSource for ConvertedSource {
         &self.path
     }
 
+    fn fingerprint(&self) -> Option<u128> {
+        let mut fingerprint = match &self.store {
+            Store::Merged(shards) => shards.fingerprint(),
+            Store::Tree(_) => Fingerprint::new("tree"),
+        };
+        fingerprint.add(format!("{:?}, {} nodes, {:?}", self.codes, self.nodes, self.model.layers).as_bytes());
+        if let Store::Tree(path) = &self.store {
+            for (layer, node) in self.model.layers.iter().flat_map(|l| (0..self.nodes).map(move |node| (l, node))) {
+                let dir = node_dir(path, Slice { layer: layer.index, node, ..self.first() });
+                for (name, file) in files(&dir).ok()? {
+                    fingerprint.file(dir.strip_prefix(path).ok()?.join(name).as_path(), Stamp::of(&file), &[]);
+                }
+            }
+        }
+        fingerprint.finish()
+    }
+
     fn layers(&self) -> &[LayerSpec] {
         &self.model.layers
     }
@@ -500,6 +518,12 @@ impl WeightSource for ConvertedSource {
             let (file, name) = self.tensor_name(layer, expert, proj);
             Error::tensor(file, name, what)
         })
+    }
+
+    fn reads(&self, layer: &LayerSpec, proj: Proj) -> Reads {
+        let (rows, cols) = layer.shape(proj);
+        let bytes = layer.format(proj).stored_bytes(rows, cols);
+        Reads { mapped_bytes: bytes, copied_bytes: bytes }
     }
 
     fn tensor_name(&self, layer: usize, expert: usize, proj: Proj) -> (PathBuf, String) {

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use bytes::Bytes;
 
 use super::WeightSource;
+use super::fingerprint::Fingerprint;
 use super::map::Map;
 use super::metadata::{Metadata, Value};
 use super::names::{self, Family};
@@ -58,6 +59,7 @@ pub struct GgufSource {
     /// Number of layers without those for multi-token prediction.
     blocks: usize,
     layers: Vec<LayerSpec>,
+    fingerprint: Option<u128>,
 }
 
 /// Where the matrices of a projection are: those of all experts in one tensor, or (in old files) one in a tensor.
@@ -95,9 +97,11 @@ impl GgufSource {
 
     fn from_parts(path: &Path, parts: Vec<(PathBuf, Map)>) -> Result<Self> {
         let (mut tensors, mut metadata) = (BTreeMap::new(), BTreeMap::new());
+        let mut fingerprint = Fingerprint::new("gguf");
         for (i, (file, map)) in parts.iter().enumerate() {
             let header = header::parse(file, map.bytes(), i)?;
             check_split(file, &header.metadata, i, parts.len())?;
+            fingerprint.file(file.file_name().unwrap_or_default().as_ref(), map.stamp(), &map.bytes()[..header.bytes]);
             for (name, tensor) in header.tensors {
                 if tensors.contains_key(&name) {
                     return Err(Error::tensor(file, name, "this tensor is there twice"));
@@ -130,6 +134,7 @@ impl GgufSource {
             family,
             blocks: 0,
             layers: Vec::new(),
+            fingerprint: fingerprint.finish(),
         };
         // The last layers may be for multi-token prediction.
         let extra = source.value("nextn_predict_layers").and_then(Value::as_usize).unwrap_or(0);
@@ -351,6 +356,10 @@ fn check_split(file: &Path, metadata: &BTreeMap<String, Value>, part: usize, par
 impl WeightSource for GgufSource {
     fn path(&self) -> &Path {
         &self.path
+    }
+
+    fn fingerprint(&self) -> Option<u128> {
+        self.fingerprint
     }
 
     fn layers(&self) -> &[LayerSpec] {

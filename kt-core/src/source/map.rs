@@ -1,7 +1,8 @@
-//! One file of a checkpoint, mapped or in memory.
+//! A file, mapped or in memory.
 
 #![allow(unsafe_code)] // maps files
 
+use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -9,12 +10,14 @@ use std::sync::Arc;
 use bytes::Bytes;
 use memmap2::Mmap;
 
+use super::fingerprint::Stamp;
 use crate::error::{Error, Result};
 
 /// A file's bytes. Slices of it are reference-counted and copy nothing.
-pub(super) struct Map {
+pub(crate) struct Map {
     bytes: Bytes,
     map: Option<Arc<Mmap>>,
+    stamp: Option<Stamp>,
 }
 
 /// A map that several handles own.
@@ -30,18 +33,31 @@ impl Map {
     /// Maps a file. Whoever truncates it while it is mapped kills the process (SIGBUS), as with every mapped file.
     pub fn open(path: &Path) -> Result<Map> {
         let io = |source| Error::Io { path: path.to_owned(), source };
-        let file = std::fs::File::open(path).map_err(io)?;
-        if file.metadata().map_err(io)?.len() == 0 {
+        let file = File::open(path).map_err(io)?;
+        let metadata = file.metadata().map_err(io)?;
+        if metadata.len() == 0 {
             return Err(Error::file(path, "the file is empty; download it again"));
         }
+        let mut map = Map::of(&file).map_err(io)?;
+        map.stamp = Stamp::of(&metadata);
+        Ok(map)
+    }
+
+    /// Maps an open file, which is not empty. As with [`Map::open`], nobody may truncate it.
+    pub fn of(file: &File) -> std::io::Result<Map> {
         // SAFETY: the map is private and read-only; that nobody writes or truncates the file meanwhile is the caller's part.
-        let map = Arc::new(unsafe { Mmap::map(&file) }.map_err(io)?);
-        Ok(Map { bytes: Bytes::from_owner(Shared(map.clone())), map: Some(map) })
+        let map = Arc::new(unsafe { Mmap::map(file) }?);
+        Ok(Map { bytes: Bytes::from_owner(Shared(map.clone())), map: Some(map), stamp: None })
     }
 
     /// Bytes that are in memory already.
     pub fn from_bytes(bytes: Bytes) -> Map {
-        Map { bytes, map: None }
+        Map { bytes, map: None, stamp: None }
+    }
+
+    /// Size and time of the last change of a file that was opened by its path.
+    pub fn stamp(&self) -> Option<Stamp> {
+        self.stamp
     }
 
     /// The whole file.

@@ -10,8 +10,9 @@
 //! | `synthetic` | made by a program | all |
 
 pub mod converted;
+pub(crate) mod fingerprint;
 pub mod gguf;
-mod map;
+pub(crate) mod map;
 pub mod metadata;
 mod model;
 pub mod names;
@@ -29,6 +30,15 @@ use crate::routing::Routing;
 pub use metadata::Metadata;
 use safetensors::shards::{Files, Shards};
 
+/// What one call of [`WeightSource::matrix`] takes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Reads {
+    /// Bytes of mapped files that reading the whole matrix touches.
+    pub mapped_bytes: u64,
+    /// Bytes on the heap that the handle keeps: of a matrix that is not in the file as kernels read it.
+    pub copied_bytes: u64,
+}
+
 /// A checkpoint: shapes and formats of its expert layers, and handles on their bytes.
 ///
 /// The loader calls [`matrix`](WeightSource::matrix) from several threads at once, and keeps each returned handle for as long
@@ -36,6 +46,13 @@ use safetensors::shards::{Files, Shards};
 pub trait WeightSource: Send + Sync {
     /// The file or directory, for messages.
     fn path(&self) -> &Path;
+
+    /// What tells this state of the checkpoint from any other, or `None` where nothing does and packed experts of it cannot be
+    /// cached. It is made of names, sizes, times of change and headers of the files, and of all else that decides what
+    /// [`matrix`](WeightSource::matrix) returns; no weights are read for it.
+    fn fingerprint(&self) -> Option<u128> {
+        None
+    }
 
     /// The expert layers, by rising [`LayerSpec::index`]. Layers of multi-token prediction are not among them.
     fn layers(&self) -> &[LayerSpec];
@@ -52,6 +69,13 @@ pub trait WeightSource: Send + Sync {
     /// As [`matrix`](WeightSource::matrix).
     fn bias(&self, _layer: usize, _expert: usize, _proj: Proj) -> Result<Option<Vec<f32>>> {
         Ok(None)
+    }
+
+    /// What one projection of an expert of a layer takes to read; headers tell. Without a word to the contrary, its stored
+    /// bytes, from the file's map.
+    fn reads(&self, layer: &LayerSpec, proj: Proj) -> Reads {
+        let (rows, cols) = layer.shape(proj);
+        Reads { mapped_bytes: layer.format(proj).stored_bytes(rows, cols), copied_bytes: 0 }
     }
 
     /// File and name of a projection's tensor, for messages.

@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use super::model::{self, Model};
 use super::names::{ExpertNames, Family};
-use super::{Metadata, WeightSource};
+use super::{Metadata, Reads, WeightSource};
 use crate::error::{Error, Result};
 use crate::format::{Format, Matrix};
 use crate::layer::{LayerSpec, Proj};
@@ -245,6 +245,10 @@ impl WeightSource for SafetensorsSource {
         self.shards.path()
     }
 
+    fn fingerprint(&self) -> Option<u128> {
+        self.shards.fingerprint().finish()
+    }
+
     fn layers(&self) -> &[LayerSpec] {
         &self.model.layers
     }
@@ -267,6 +271,16 @@ impl WeightSource for SafetensorsSource {
         }
         let all = self.all_experts(name)?;
         all.select_rows(expert * tall + first, step, rows).map_err(|e| self.shards.fail(name, e))
+    }
+
+    fn reads(&self, layer: &LayerSpec, proj: Proj) -> Reads {
+        let (rows, cols) = layer.shape(proj);
+        let bytes = layer.format(proj).stored_bytes(rows, cols);
+        let copies = match self.packed(layer.index, proj) {
+            Some((name, _)) => self.alternates() && !name.ends_with("_blocks"),
+            None => self.linear(&self.base(layer.index, 0, proj), None).is_ok_and(|l| l.copies()),
+        };
+        Reads { mapped_bytes: bytes, copied_bytes: if copies { bytes } else { 0 } }
     }
 
     fn bias(&self, layer: usize, expert: usize, proj: Proj) -> Result<Option<Vec<f32>>> {

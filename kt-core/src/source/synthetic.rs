@@ -9,7 +9,8 @@ use std::sync::LazyLock;
 
 use bytes::Bytes;
 
-use super::{Metadata, WeightSource};
+use super::fingerprint::Fingerprint;
+use super::{Metadata, Reads, WeightSource};
 use crate::activation::{Activation, exp};
 use crate::error::{Error, Result};
 use crate::format::float::f32_to_bf16;
@@ -172,6 +173,13 @@ impl WeightSource for SyntheticSource {
         Path::new("synthetic")
     }
 
+    /// Of a layer and the seed: layers are alike, and how many there are changes none of them.
+    fn fingerprint(&self) -> Option<u128> {
+        let mut fingerprint = Fingerprint::new("synthetic");
+        fingerprint.add(format!("{:?}, seed {}", self.layers[0], self.seed).as_bytes());
+        fingerprint.finish()
+    }
+
     fn layers(&self) -> &[LayerSpec] {
         &self.layers
     }
@@ -183,6 +191,11 @@ impl WeightSource for SyntheticSource {
             let (file, tensor) = self.tensor_name(layer, expert, proj);
             Error::tensor(file, tensor, what)
         })
+    }
+
+    fn reads(&self, layer: &LayerSpec, proj: Proj) -> Reads {
+        let (rows, cols) = layer.shape(proj);
+        Reads { mapped_bytes: 0, copied_bytes: layer.format(proj).stored_bytes(rows, cols) }
     }
 
     fn bias(&self, layer: usize, expert: usize, proj: Proj) -> Result<Option<Vec<f32>>> {

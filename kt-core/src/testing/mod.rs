@@ -25,7 +25,7 @@ use crate::format::{ALL, Format};
 use crate::scheduler::{self, Home};
 use crate::source::WeightSource;
 use crate::source::synthetic::{SyntheticBuilder, SyntheticSource};
-use crate::work::{Hidden, Work};
+use crate::work::{Hidden, Spent, Work};
 
 pub use naive::Naive;
 
@@ -147,6 +147,7 @@ fn work(
         rows: share.rows,
         experts: share.experts,
         output: vec![0.0; tokens * hidden],
+        spent: Spent::default(),
     }
 }
 
@@ -231,8 +232,12 @@ fn load(
     experts: &[u32],
     team: &Arc<Team>,
 ) -> crate::Result<Box<dyn ExpertBank>> {
-    let context =
-        LoadContext { team: team.clone(), progress: Arc::<Progress>::default(), huge_pages: Default::default() };
+    let context = LoadContext {
+        team: team.clone(),
+        progress: Arc::<Progress>::default(),
+        huge_pages: Default::default(),
+        cache: None,
+    };
     backend.load(&source.layers()[0], experts, source, &context)
 }
 
@@ -439,6 +444,7 @@ fn two_banks(
             rows: share.rows,
             experts: share.experts,
             output: vec![0.0; tokens * hidden],
+            spent: Spent::default(),
         };
         match load(backend, source, experts, team).and_then(|bank| bank.run(work)) {
             Ok(work) => sum.iter_mut().zip(work.output).for_each(|(s, v)| *s += v),

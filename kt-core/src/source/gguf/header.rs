@@ -149,6 +149,8 @@ impl Tensor {
 pub struct Header {
     pub metadata: BTreeMap<String, Value>,
     pub tensors: Vec<(String, Tensor)>,
+    /// Its length, without the padding behind it.
+    pub bytes: usize,
 }
 
 /// Parses the header of the file `bytes`, which is part `part` of its model. `file` is for messages.
@@ -212,7 +214,7 @@ pub fn parse(file: &Path, bytes: &[u8], part: usize) -> Result<Header> {
         t.bytes = t.bytes.start + data..end;
     }
     refuse_overlaps(file, &tensors)?;
-    Ok(Header { metadata, tensors })
+    Ok(Header { metadata, tensors, bytes: r.at })
 }
 
 fn refuse_overlaps(file: &Path, tensors: &[(String, Tensor)]) -> Result<()> {

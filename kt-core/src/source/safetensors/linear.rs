@@ -83,6 +83,11 @@ impl<'a> Linear<'a> {
         Linear { name, format, rows, cols, stored: stored(matrix) }
     }
 
+    /// Whether [`Linear::matrix`] makes a copy of the codes.
+    pub fn copies(&self) -> bool {
+        matches!(self.stored, Stored::Signed { .. } | Stored::Transposed(_))
+    }
+
     /// The matrix: a handle on the file's bytes where they are as kernels read them, and otherwise a copy that is.
     pub fn matrix(self, shards: &Shards) -> Result<Matrix> {
         let (format, rows, cols) = (self.format, self.rows, self.cols);

@@ -9,6 +9,7 @@ use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
 use crate::error::{Error, Result};
+use crate::source::fingerprint::Fingerprint;
 use crate::source::map::Map;
 
 const INDEX: &str = "model.safetensors.index.json";
@@ -51,6 +52,7 @@ pub struct Shards {
     tensors: BTreeMap<String, Tensor>,
     /// Which tensor is in which file, where an index says so.
     index: BTreeMap<String, String>,
+    fingerprint: Fingerprint,
 }
 
 impl Shards {
@@ -62,6 +64,7 @@ impl Shards {
             shards: Vec::new(),
             tensors: BTreeMap::new(),
             index: BTreeMap::new(),
+            fingerprint: Fingerprint::new("safetensors"),
         };
         let index = all.json(INDEX)?;
         let names = match &index {
@@ -74,6 +77,11 @@ impl Shards {
         for name in &names {
             all.read_header(name, index.is_some())?;
         }
+        // What tensors mean is in here, and which of two files a tensor is read from is in the index.
+        for name in [INDEX, "config.json"] {
+            let text = all.read(name)?;
+            all.fingerprint.add(text.as_deref().unwrap_or_default());
+        }
         if let Some((name, file)) = all.index.iter().find(|(n, _)| !all.tensors.contains_key(*n)) {
             let what = format!("{INDEX} says that this file holds it, but the file's header does not list it");
             return Err(Error::tensor(path.join(file), name, what));
@@ -84,6 +92,11 @@ impl Shards {
     /// The directory.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// What tells these files from others.
+    pub fn fingerprint(&self) -> Fingerprint {
+        self.fingerprint.clone()
     }
 
     /// All tensors by name.
@@ -200,6 +213,7 @@ impl Shards {
                 return Err(Error::tensor(path, tensor, what));
             }
         }
+        self.fingerprint.file(name.as_ref(), map.stamp(), &map.bytes()[..LENGTH + header]);
         self.shards.push(Shard { path, map });
         Ok(())
     }
