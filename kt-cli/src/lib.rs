@@ -8,5 +8,7 @@ pub mod limits;
 pub mod model;
 pub mod options;
 pub mod plan;
+#[cfg(feature = "plugins")]
+pub mod plugins;
 pub mod run;
 pub mod system;

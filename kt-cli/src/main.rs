@@ -17,6 +17,8 @@ enum Command {
     Doctor(kt_cli::doctor::DoctorArgs),
     Plan(kt_cli::plan::PlanArgs),
     Bench(kt_cli::bench::BenchArgs),
+    #[cfg(feature = "plugins")]
+    Plugins(kt_cli::plugins::PluginsArgs),
 }
 
 fn main() -> std::process::ExitCode {
@@ -26,6 +28,8 @@ fn main() -> std::process::ExitCode {
         Command::Doctor(args) => kt_cli::doctor::run(args),
         Command::Plan(args) => kt_cli::plan::run(args),
         Command::Bench(args) => kt_cli::bench::run(args),
+        #[cfg(feature = "plugins")]
+        Command::Plugins(args) => kt_cli::plugins::run(args),
     };
     match result {
         Ok(()) => std::process::ExitCode::SUCCESS,

@@ -15,6 +15,7 @@ use crate::error::{Error, Result, Unsupported};
 use crate::format::{Format, Matrix};
 use crate::layer::LayerSpec;
 use crate::pending::Pending;
+use crate::plugin::guest::HostLoad;
 use crate::source::WeightSource;
 use crate::work::Work;
 
@@ -93,6 +94,8 @@ pub struct Progress {
     done: AtomicU64,
     total: AtomicU64,
     cancelled: AtomicBool,
+    /// In a plugin: the host's side of the load.
+    pub(crate) host: Option<Arc<HostLoad>>,
 }
 
 impl Progress {
@@ -117,7 +120,14 @@ impl Progress {
     /// [`Error::Cancelled`] after [`Progress::cancel`].
     pub fn advance(&self, bytes: u64) -> Result<()> {
         self.done.fetch_add(bytes, Ordering::Relaxed);
+        if let Some(host) = &self.host {
+            host.advance(bytes)?;
+        }
         if self.cancelled.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { Ok(()) }
+    }
+
+    pub(crate) fn of_host(host: Arc<HostLoad>) -> Self {
+        Progress { host: Some(host), ..Progress::default() }
     }
 
     pub(crate) fn start(&self, total: u64) {
