@@ -76,3 +76,6 @@ pub fn backend(_cap: Tier) -> Result<impl Backend, Unsupported> {
         Err(Unsupported::new("AVX-512 and AVX2 need an x86-64 CPU"));
     declined
 }
+
+#[cfg(feature = "plugin")]
+kt_core::declare_backend!("avx512", backend);

@@ -53,7 +53,11 @@ pub fn run(args: DoctorArgs) -> anyhow::Result<()> {
     checks.push(huge_pages(&system));
     checks.push(overcommit(&system));
     checks.push(gpu(&system));
-    checks.push(Check::ok("plugins", "not built in: this build loads no backends from shared libraries"));
+    let plugins = match cfg!(feature = "plugins") {
+        true => "built in: `kt plugins DIR` lists those of a directory, --plugin PATH loads one",
+        false => "not built in: this build loads no backends from shared libraries",
+    };
+    checks.push(Check::ok("plugins", plugins));
     let limits = match args.measure {
         true => {
             let bytes = READ_BYTES.min(system.available().bytes / 4);

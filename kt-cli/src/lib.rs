@@ -10,5 +10,7 @@ pub mod model;
 pub mod observe;
 pub mod options;
 pub mod plan;
+#[cfg(feature = "plugins")]
+pub mod plugins;
 pub mod run;
 pub mod system;

@@ -19,6 +19,8 @@ enum Command {
     Bench(kt_cli::bench::BenchArgs),
     Convert(kt_cli::convert::ConvertArgs),
     Verify(kt_cli::convert::VerifyArgs),
+    #[cfg(feature = "plugins")]
+    Plugins(kt_cli::plugins::PluginsArgs),
 }
 
 fn main() -> std::process::ExitCode {
@@ -30,6 +32,8 @@ fn main() -> std::process::ExitCode {
         Command::Bench(args) => kt_cli::bench::run(args),
         Command::Convert(args) => kt_cli::convert::run(args),
         Command::Verify(args) => kt_cli::convert::verify(args),
+        #[cfg(feature = "plugins")]
+        Command::Plugins(args) => kt_cli::plugins::run(args),
     };
     match result {
         Ok(()) => std::process::ExitCode::SUCCESS,

@@ -57,6 +57,10 @@ pub struct RuntimeArgs {
     #[cfg(feature = "blis")]
     #[arg(long, value_name = "PATH")]
     pub blis: Option<std::path::PathBuf>,
+    /// Load the backend of this plugin too, or those of all plugins of this directory; may be given several times. Loading one runs its code.
+    #[cfg(feature = "plugins")]
+    #[arg(long, value_name = "PATH")]
+    pub plugin: Vec<std::path::PathBuf>,
     /// Use no instruction set above this one: portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16, amx.
     #[arg(long, value_name = "TIER")]
     pub isa: Option<Tier>,
@@ -72,7 +76,7 @@ impl RuntimeArgs {
     /// Builds it.
     ///
     /// # Errors
-    /// The named backend does not exist or cannot run here, or a node cannot be used.
+    /// The named backend does not exist or cannot run here, a plugin is refused, or a node cannot be used.
     pub fn build(&self) -> kt::Result<kt::Runtime> {
         let mut team = Team::builder().pin(match self.pin {
             PinArg::Node => Pin::Node,
@@ -93,6 +97,10 @@ impl RuntimeArgs {
             HugePagesArg::Transparent => HugePages::Transparent,
             HugePagesArg::Reserved => HugePages::Reserved,
         });
+        #[cfg(feature = "plugins")]
+        for path in &self.plugin {
+            builder = if path.is_dir() { builder.plugin_dir(path) } else { builder.plugin(path) };
+        }
         if let Some(backend) = &self.backend {
             builder = builder.backend(backend);
         }

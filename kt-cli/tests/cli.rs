@@ -112,3 +112,23 @@ fn eval_writes_scores_and_logits() {
     assert!(out.contains("perplexity"), "{out}");
     std::fs::remove_dir_all(dir).unwrap();
 }
+
+#[test]
+#[cfg(feature = "plugins")]
+fn plugins_are_listed_and_refused_with_the_reason() {
+    let dir = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("no-plugins");
+    std::fs::create_dir_all(&dir).unwrap();
+    let file = dir.join("text").with_extension(std::env::consts::DLL_EXTENSION);
+    std::fs::write(&file, "not a library").unwrap();
+    let (dir, file) = (dir.to_str().unwrap(), file.to_str().unwrap());
+    let (out, _) = ok(&["plugins", dir]);
+    assert!(out.starts_with("refused") && out.contains(file) && out.contains("wanted a shared library"), "{out}");
+    let output = kt(&["plugins", "/nonexistent/plugins"]);
+    assert!(!output.status.success() && text(&output.stderr).contains("/nonexistent/plugins"));
+    // One that was named must load; of a directory, what is no plugin declines.
+    let args = ["run", "--max-tokens", "1", "--backend", "portable", "--plugin"];
+    let output = kt(&[&args[..], &[file]].concat());
+    assert!(!output.status.success());
+    assert!(text(&output.stderr).contains(file) && text(&output.stderr).contains("wanted a shared library"));
+    ok(&[&args[..], &[dir]].concat());
+}

@@ -17,6 +17,7 @@ use crate::format::{Format, Matrix};
 use crate::layer::LayerSpec;
 use crate::pending::Pending;
 use crate::plan::human_bytes;
+use crate::plugin::guest::HostLoad;
 use crate::source::WeightSource;
 use crate::work::Work;
 
@@ -100,6 +101,8 @@ pub struct Progress {
     done: AtomicU64,
     total: AtomicU64,
     cancelled: AtomicBool,
+    /// In a plugin: the host's side of the load.
+    pub(crate) host: Option<Arc<HostLoad>>,
 }
 
 impl fmt::Display for Residence {
@@ -140,7 +143,14 @@ impl Progress {
     /// [`Error::Cancelled`] after [`Progress::cancel`].
     pub fn advance(&self, bytes: u64) -> Result<()> {
         self.done.fetch_add(bytes, Ordering::Relaxed);
+        if let Some(host) = &self.host {
+            host.advance(bytes)?;
+        }
         if self.cancelled.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { Ok(()) }
+    }
+
+    pub(crate) fn of_host(host: Arc<HostLoad>) -> Self {
+        Progress { host: Some(host), ..Progress::default() }
     }
 
     pub(crate) fn start(&self, total: u64) {

@@ -82,6 +82,10 @@ pub enum Error {
         /// What it said.
         what: String,
     },
+    /// A shared library that is not loaded as a plugin.
+    #[cfg(feature = "plugins")]
+    #[error(transparent)]
+    Plugin(#[from] crate::plugin::Refusal),
     /// An option of a builder or function that cannot be.
     #[error("{0}")]
     Invalid(String),

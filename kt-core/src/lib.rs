@@ -18,6 +18,7 @@ pub mod heat;
 pub mod layer;
 pub mod pending;
 pub mod plan;
+pub mod plugin;
 pub mod quantize;
 pub mod routing;
 pub mod runtime;

@@ -52,11 +52,13 @@ impl<T: Send + 'static> Pending<T> {
 /// Runs `f`, turning a panic into an [`Error::Backend`].
 pub(crate) fn contain<T>(backend: &str, layer: usize, f: impl FnOnce() -> T) -> Result<T> {
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).map_err(|payload| {
-        let text = payload
-            .downcast_ref::<String>()
-            .cloned()
-            .or_else(|| payload.downcast_ref::<&str>().map(|s| s.to_string()))
-            .unwrap_or_else(|| "unknown panic".into());
-        Error::Backend { backend: backend.into(), layer, what: format!("panicked: {text}") }
+        let what = format!("panicked: {}", panic_text(&*payload));
+        Error::Backend { backend: backend.into(), layer, what }
     })
+}
+
+/// What a panic said.
+pub(crate) fn panic_text(payload: &(dyn std::any::Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(|s| s.to_string());
+    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "unknown panic".into())
 }

@@ -43,6 +43,8 @@ impl Candidate {
 pub struct RuntimeBuilder {
     registry: fn(Tier) -> Vec<Candidate>,
     own: Vec<Candidate>,
+    #[cfg(feature = "plugins")]
+    plugins: [Vec<PathBuf>; 2],
     threads: Option<usize>,
     team: Option<Arc<Team>>,
     huge_pages: HugePages,
@@ -59,6 +61,8 @@ impl RuntimeBuilder {
         RuntimeBuilder {
             registry,
             own: Vec::new(),
+            #[cfg(feature = "plugins")]
+            plugins: Default::default(),
             threads: None,
             team: None,
             huge_pages: HugePages::default(),
@@ -101,6 +105,20 @@ impl RuntimeBuilder {
         self
     }
 
+    /// Adds the backend of a plugin, preferred over the built-in ones of equal rank. Loading it runs its code.
+    #[cfg(feature = "plugins")]
+    pub fn plugin(mut self, path: impl Into<PathBuf>) -> Self {
+        self.plugins[0].push(path.into());
+        self
+    }
+
+    /// Adds the backends of all plugins of a directory. What there is no plugin is a candidate that declines, with the reason.
+    #[cfg(feature = "plugins")]
+    pub fn plugin_dir(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.plugins[1].push(dir.into());
+        self
+    }
+
     /// Uses no instruction set above this tier.
     pub fn max_tier(mut self, tier: Tier) -> Self {
         self.max_tier = tier;
@@ -134,8 +152,8 @@ impl RuntimeBuilder {
     /// Builds the runtime and starts its threads.
     ///
     /// # Errors
-    /// The named backend does not exist or cannot run on this machine (the error says why), a number is 0, or both a team and a number of
-    /// threads were given.
+    /// The named backend does not exist or cannot run on this machine (the error says why), a number is 0, both a team and a number of
+    /// threads were given, or a plugin that was named is refused or a directory of plugins cannot be read.
     pub fn build(self) -> Result<Runtime> {
         if self.threads == Some(0) || self.pass_tokens == 0 {
             return Err(Error::Invalid("threads and pass_tokens must be at least 1".into()));
@@ -144,6 +162,8 @@ impl RuntimeBuilder {
             return Err(Error::Invalid("give either a team or a number of threads: a team has its own".into()));
         }
         let mut candidates = self.own;
+        #[cfg(feature = "plugins")]
+        candidates.extend(crate::plugin::candidates(&self.plugins[0], &self.plugins[1], self.max_tier)?);
         candidates.extend((self.registry)(self.max_tier));
         if let Some(name) = &self.backend {
             let known: Vec<_> = candidates.iter().map(|c| c.name.clone()).collect();

@@ -56,6 +56,7 @@ impl From<Vec<bf16>> for Hidden {
 }
 
 /// One (token, expert) pair.
+#[repr(C)] // as it crosses to plugins
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Row {
     /// Token of the work.

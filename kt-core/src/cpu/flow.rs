@@ -19,7 +19,7 @@ use bytes::Bytes;
 use super::cache::{Key, PackedCache};
 use super::input::{BLOCK, InputLayout, Inputs};
 use super::kernel::{Kernel, Outputs, Scratch, Weights};
-use super::memory::{AlignedBytes, Grid, Pieces, huge_share, zeroed_pages};
+use super::memory::{AlignedBytes, Grid, Pages, Pieces, pages_near, residence};
 use super::slice::{Columns, Sliced, cut};
 use super::team::{Region, Team};
 use crate::activation::Activation;
@@ -252,7 +252,7 @@ impl<K: Kernel> Backend for CpuBackend<K> {
         })?;
         drop(pieces);
         context.progress.advance(0)?;
-        let residence = arenas.iter().map(Arena::residence).collect();
+        let residence = arenas.iter().filter_map(Arena::residence).collect();
         let packed_bytes = arenas.iter().map(|a| a.len as u64).sum();
         let mut arenas = arenas.into_iter().map(Arena::freeze).collect::<Result<Vec<Bytes>>>()?;
         arenas.extend(mapped);
@@ -374,7 +374,7 @@ impl Cuts {
 
 /// The memory of packed weights on one node, while they are being packed.
 struct Arena {
-    map: memmap2::MmapMut,
+    pages: Pages,
     len: usize,
     node: usize,
     /// Why its pages are not bound to the node; nothing where there is only one.
@@ -384,13 +384,17 @@ struct Arena {
 impl Arena {
     /// Memory for `len` bytes on the team's node `share`.
     fn new(context: &LoadContext, share: usize, len: usize) -> Result<Self> {
-        let mut map = zeroed_pages(len, context.huge_pages)?;
-        let node = context.team.shares()[share].node;
-        let mut unbound = None;
-        if context.team.wants_memory_near() {
-            unbound = context.team.topology().bind_memory(&mut map, node).err();
-        }
-        Ok(Arena { map, len, node, unbound })
+        let (pages, unbound) = match &context.progress.host {
+            Some(host) => {
+                let (area, unbound) = host.alloc(share, len)?;
+                (Pages::Host(area), unbound)
+            }
+            None => {
+                let (map, unbound) = pages_near(&context.team, share, len, context.huge_pages)?;
+                (Pages::Own(map), unbound)
+            }
+        };
+        Ok(Arena { pages, len, node: context.team.shares()[share].node, unbound })
     }
 
     /// Has the threads of each node touch its pages first, where binding them was refused: the system then puts them there.
@@ -411,24 +415,20 @@ impl Arena {
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.map[..self.len]
+        &mut self.pages.bytes_mut()[..self.len]
     }
 
-    fn residence(&self) -> Residence {
-        Residence {
-            node: self.node,
-            bytes: self.len as u64,
-            nodes: super::topology::pages_by_node(&self.map[..self.len]),
-            huge: huge_share(&self.map[..self.len]),
-            unbound: self.unbound.clone(),
+    /// Nothing of a host's memory: the host looks itself.
+    fn residence(&self) -> Option<Residence> {
+        match &self.pages {
+            Pages::Own(map) => Some(residence(&map[..self.len], self.node, self.unbound.clone())),
+            Pages::Host(_) => None,
         }
     }
 
     /// The bytes, never to be written again.
     fn freeze(self) -> Result<Bytes> {
-        let map = self.map.make_read_only();
-        let map = map.map_err(|source| Error::Io { path: "(protecting packed weights)".into(), source })?;
-        Ok(Bytes::from_owner(map).slice(..self.len))
+        self.pages.freeze(self.len)
     }
 }
 

@@ -6,9 +6,14 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use bytes::Bytes;
 use memmap2::MmapMut;
 
+use super::team::Team;
+use super::topology::pages_by_node;
+use crate::backend::Residence;
 use crate::error::{Error, Result};
+use crate::plugin::guest::HostArea;
 
 /// One cache line.
 #[derive(Clone, Copy)]
@@ -86,6 +91,53 @@ pub fn zeroed_pages(len: usize, huge: HugePages) -> Result<MmapMut> {
         let _ = map.advise(memmap2::Advice::HugePage);
     }
     Ok(map)
+}
+
+/// Pages for packed weights on the node of a team's share, with why they are not bound to it, where they should be.
+pub(crate) fn pages_near(team: &Team, share: usize, len: usize, huge: HugePages) -> Result<(MmapMut, Option<String>)> {
+    let mut map = zeroed_pages(len, huge)?;
+    let mut unbound = None;
+    if team.wants_memory_near() {
+        unbound = team.topology().bind_memory(&mut map, team.shares()[share].node).err();
+    }
+    Ok((map, unbound))
+}
+
+/// Where the pages of `area` are, which are meant for `node`.
+pub(crate) fn residence(area: &[u8], node: usize, unbound: Option<String>) -> Residence {
+    Residence { node, bytes: area.len() as u64, nodes: pages_by_node(area), huge: huge_share(area), unbound }
+}
+
+/// Memory of packed weights while they are being packed.
+pub(crate) enum Pages {
+    /// This process's, or this program's where plugins have a part of their own.
+    Own(MmapMut),
+    /// The host's, that this is a plugin of.
+    Host(HostArea),
+}
+
+impl Pages {
+    /// The bytes, to write.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            Pages::Own(map) => map,
+            Pages::Host(area) => area.bytes_mut(),
+        }
+    }
+
+    /// The first `len` bytes, never to be written again.
+    pub fn freeze(self, len: usize) -> Result<Bytes> {
+        let bytes = match self {
+            Pages::Own(map) => {
+                let map = map.make_read_only();
+                Bytes::from_owner(
+                    map.map_err(|source| Error::Io { path: "(protecting packed weights)".into(), source })?,
+                )
+            }
+            Pages::Host(area) => Bytes::from_owner(area),
+        };
+        Ok(bytes.slice(..len))
+    }
 }
 
 /// Which part of the touched memory around `area` is in huge pages, transparent or reserved; `None` where the system does not tell.

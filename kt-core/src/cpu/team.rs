@@ -16,7 +16,7 @@
 //! Which thread runs a task never changes a result.
 //!
 //! The workers are threads of the team's own, or an application's ([`Pool`]): then each region asks the pool for help and begins without
-//! waiting for it.
+//! waiting for it. In a plugin they are those of the host's team: a region here is one there.
 
 #![allow(unsafe_code)] // lends closures to threads
 
@@ -33,6 +33,7 @@ use super::memory::AlignedBytes;
 use super::topology::{Share, Topology, cpu_ranges, current_cpu};
 use crate::error::{Error, Result};
 use crate::pending::{Pending, contain};
+use crate::plugin::guest::{HostRegion, HostTeam};
 use crate::work::Spent;
 
 /// How long a worker spins for the next job before it parks, unless told otherwise: longer than the gap between two layer calls
@@ -81,7 +82,7 @@ pub enum Pin {
     No,
 }
 
-type Body<'a> = dyn Fn(usize, usize, &mut Scratch) + Sync + 'a;
+pub(crate) type Body<'a> = dyn Fn(usize, usize, &mut Scratch) + Sync + 'a;
 
 /// One lane's next task, on a cache line of its own.
 #[repr(align(128))]
@@ -124,6 +125,21 @@ unsafe impl Sync for Shared {}
 unsafe impl Send for Shared {}
 
 impl Shared {
+    fn new(lanes: usize, spin: Duration) -> Self {
+        Shared {
+            state: AtomicU64::new(0),
+            inside: AtomicUsize::new(0),
+            lanes: (0..lanes).map(|_| Lane::default()).collect(),
+            job: UnsafeCell::new(None),
+            panic: Mutex::new(None),
+            stop: AtomicBool::new(false),
+            region: AtomicU64::new(0),
+            sleeper: Mutex::new(None),
+            sleeping: AtomicBool::new(false),
+            spin,
+        }
+    }
+
     /// Takes tasks until none is left; `home` is the thread's own lane.
     fn work(&self, job: Job, home: usize, scratch: &mut Scratch) {
         // SAFETY: the caller of `run_job` keeps closure and counts alive until `inside` is 0 again, and this thread is either that
@@ -271,6 +287,8 @@ pub struct Team {
     shared: Arc<Shared>,
     workers: Vec<Worker>,
     lent: Option<Lent>,
+    /// In a plugin: the host's team, which does the work.
+    host: Option<HostTeam>,
     topology: Topology,
     shares: Vec<Share>,
     notes: Vec<String>,
@@ -367,23 +385,12 @@ impl TeamBuilder {
             Some(_) => vec![Share { node: 0, threads, cpus: topology.allowed().to_vec() }],
             None => topology.allot(threads),
         };
-        let lanes = shares.len().max(1);
-        let shared = Arc::new(Shared {
-            state: AtomicU64::new(0),
-            inside: AtomicUsize::new(0),
-            lanes: (0..lanes).map(|_| Lane::default()).collect(),
-            job: UnsafeCell::new(None),
-            panic: Mutex::new(None),
-            stop: AtomicBool::new(false),
-            region: AtomicU64::new(0),
-            sleeper: Mutex::new(None),
-            sleeping: AtomicBool::new(false),
-            spin: self.spin.unwrap_or(SPIN),
-        });
+        let shared = Arc::new(Shared::new(shares.len().max(1), self.spin.unwrap_or(SPIN)));
         let mut team = Team {
             shared,
             workers: Vec::new(),
             lent: self.pool.map(|pool| Lent { pool, spare: Arc::default() }),
+            host: None,
             topology,
             shares,
             notes,
@@ -410,6 +417,21 @@ impl Team {
     #[cfg(any(test, feature = "testing"))]
     pub fn oversubscribed(threads: usize) -> Result<Arc<Team>> {
         Self::builder().threads(threads.max(1)).oversubscribed().build()
+    }
+
+    /// The team of a host, in a plugin: `shares` are its.
+    pub(crate) fn of_host(host: HostTeam, topology: Topology, shares: Vec<Share>) -> Team {
+        Team {
+            shared: Arc::new(Shared::new(shares.len().max(1), SPIN)),
+            workers: Vec::new(),
+            lent: None,
+            host: Some(host),
+            topology,
+            shares,
+            notes: Vec::new(),
+            caller: Mutex::default(),
+            dispatcher: Mutex::new(None),
+        }
     }
 
     /// Starts all threads but the caller's, which is the first of the first node.
@@ -507,7 +529,8 @@ impl Team {
             let (shared, spare) = (self.shared.clone(), lent.spare.clone());
             lent.pool.start(Arc::new(move || help(&shared, region, &spare)));
         }
-        Region { team: self, state, home, spent }
+        let host = self.host.as_ref().and_then(HostTeam::region);
+        Region { team: self, state, home, spent, host }
     }
 
     /// Starts `f` on a thread of its own and returns at once; whoever waits before it has started runs it instead.
@@ -520,7 +543,17 @@ impl Team {
         let slot = Arc::new(Slot { state: Mutex::new(SlotState::Queued(Box::new(f))), done: Condvar::new() });
         let theirs = slot.clone();
         let name = backend.to_string();
-        let job = Box::new(move || theirs.run(&name, layer));
+        // Without a thread that takes it the work still runs, when it is waited for.
+        self.enqueue(Box::new(move || theirs.run(&name, layer)));
+        let name = backend.to_string();
+        Pending::new(move || slot.wait(&name, layer))
+    }
+
+    /// Has a thread that is not of the team call `job`, after those before it; or says that there is none.
+    pub(crate) fn enqueue(&self, job: Box<dyn FnOnce() + Send>) -> bool {
+        if let Some(host) = &self.host {
+            return host.spawn(job);
+        }
         let mut dispatcher = self.dispatcher.lock().unwrap_or_else(PoisonError::into_inner);
         if dispatcher.is_none() {
             let (queue, jobs) = std::sync::mpsc::channel::<Box<dyn FnOnce() + Send>>();
@@ -529,17 +562,11 @@ impl Team {
                     job();
                 }
             });
-            // Without the thread the work still runs, when it is waited for.
             if started.is_ok() {
                 *dispatcher = Some(Dispatcher { queue });
             }
         }
-        if let Some(d) = dispatcher.as_ref() {
-            let _ = d.queue.send(job);
-        }
-        drop(dispatcher);
-        let name = backend.to_string();
-        Pending::new(move || slot.wait(&name, layer))
+        dispatcher.as_ref().is_some_and(|d| d.queue.send(job).is_ok())
     }
 }
 
@@ -604,6 +631,8 @@ pub struct Region<'a> {
     /// The lane of the node that the caller runs on.
     home: usize,
     spent: Spent,
+    /// In a plugin: the host's region.
+    host: Option<HostRegion<'a>>,
 }
 
 impl Drop for Region<'_> {
@@ -666,7 +695,9 @@ impl Region<'_> {
         let scratch = &mut self.state.scratch;
         let shared = &*self.team.shared;
         let all: usize = tasks.iter().sum();
-        if self.team.threads() <= 1 || (all <= 1 && share) {
+        // A host that gave no region has none to give: the caller does all.
+        let alone = self.team.threads() <= 1 || self.team.host.is_some() && self.host.is_none();
+        if alone || (all <= 1 && share) {
             let start = Instant::now();
             for (lane, &tasks) in tasks.iter().enumerate() {
                 (0..tasks).for_each(|task| body(lane, task, scratch));
@@ -675,6 +706,12 @@ impl Region<'_> {
             return;
         }
         assert!(tasks.len() <= shared.lanes.len(), "more lanes than nodes");
+        if let Some(host) = &mut self.host {
+            let start = Instant::now();
+            host.run(tasks, !share, body);
+            self.spent.kernels += start.elapsed();
+            return;
+        }
         // SAFETY: only the lifetime changes; the pointer is used until this function returns and not after, as the wait below is for
         // every worker that may hold it.
         let body: *const Body<'static> = unsafe { std::mem::transmute::<*const Body<'_>, *const Body<'static>>(body) };

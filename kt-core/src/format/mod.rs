@@ -461,12 +461,12 @@ impl ScaleType {
 /// The separate scale tensor of a matrix: `[rows, cols]` of [`Format::scale_shape`], row-major.
 #[derive(Debug, Clone)]
 pub struct Scales {
-    bytes: Bytes,
-    kind: ScaleType,
-    cols: usize,
+    pub(crate) bytes: Bytes,
+    pub(crate) kind: ScaleType,
+    pub(crate) cols: usize,
     /// Scales from one row to the next; more than `cols` when rows of two matrices alternate.
-    stride: usize,
-    global: Global,
+    pub(crate) stride: usize,
+    pub(crate) global: Global,
 }
 
 impl Scales {
@@ -536,13 +536,68 @@ pub struct Matrix {
 
 /// Zero points `[rows, groups]`; that of a row and group is `values[first + row * stride + group]`.
 #[derive(Debug, Clone)]
-struct ZeroPoints {
-    values: Arc<[i16]>,
-    first: usize,
-    stride: usize,
+pub(crate) struct ZeroPoints {
+    pub(crate) values: Arc<[i16]>,
+    pub(crate) first: usize,
+    pub(crate) stride: usize,
+}
+
+/// All that a matrix is made of, to hand it to a plugin and to put it together there.
+pub(crate) struct Parts {
+    pub format: Format,
+    pub rows: usize,
+    pub cols: usize,
+    pub codes: Bytes,
+    pub stride: usize,
+    pub scales: Option<Scales>,
+    pub zeros: Option<ZeroPoints>,
+    pub column_groups: Option<Arc<[u32]>>,
+}
+
+impl Parts {
+    /// The matrix of these parts; whatever would be read past an end is refused.
+    pub fn matrix(self) -> Result<Matrix, String> {
+        let Parts { format, rows, cols, codes, stride, scales, zeros, column_groups } = self;
+        let row_bytes = format.row_bytes(cols)?;
+        let fits = |len: usize, rows: usize, stride: usize, row: usize| {
+            let last = rows.saturating_sub(1).checked_mul(stride).and_then(|n| n.checked_add(row));
+            rows == 0 || stride >= row && last.is_some_and(|last| last <= len)
+        };
+        let shape = format.scale_shape(rows, cols);
+        let groups = shape.map_or(0, |(_, groups)| groups);
+        let scales_fit = match (&scales, shape) {
+            (None, None) => true,
+            (Some(s), Some((rows, groups))) => {
+                s.cols == groups
+                    && format.takes_scales(s.kind)
+                    && fits(s.bytes.len() / s.kind.bytes(), rows, s.stride, groups)
+            }
+            _ => false,
+        };
+        let zeros_fit = zeros.as_ref().is_none_or(|z| {
+            format.takes_zero_points()
+                && z.first <= z.values.len()
+                && fits(z.values.len() - z.first, rows, z.stride, groups)
+        });
+        let groups_fit = match &column_groups {
+            Some(of) => format.is_ordered() && of.len() == cols && of.iter().all(|&g| (g as usize) < groups),
+            None => !format.is_ordered(),
+        };
+        if !(fits(codes.len(), rows, stride, row_bytes) && scales_fit && zeros_fit && groups_fit) {
+            return Err(format!("the parts of a matrix {format} [{rows}, {cols}] do not fit each other"));
+        }
+        Ok(Matrix { format, rows, cols, codes, row_bytes, stride, scales, zeros, column_groups })
+    }
 }
 
 impl Matrix {
+    /// What it is made of.
+    #[cfg(feature = "plugins")]
+    pub(crate) fn parts(&self) -> Parts {
+        let Matrix { format, rows, cols, codes, row_bytes: _, stride, scales, zeros, column_groups } = self.clone();
+        Parts { format, rows, cols, codes, stride, scales, zeros, column_groups }
+    }
+
     /// A matrix over `codes` (contiguous rows) and, for formats with a separate scale tensor, `scales`.
     ///
     /// # Errors

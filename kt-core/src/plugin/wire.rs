@@ -1,0 +1,221 @@
+//! The types of `kt-plugin-abi`, from those of this crate and back.
+
+#![allow(unsafe_code)] // reads what the other side points to
+#![cfg_attr(not(feature = "plugins"), allow(dead_code))] // a host's half
+
+use std::time::Duration;
+
+use kt_plugin_abi as abi;
+
+use crate::activation::Activation;
+use crate::backend::Fit;
+use crate::cpu::input::{InputLayout, Sums};
+use crate::error::{Error, Unsupported};
+use crate::format::{Format, ScaleType};
+use crate::layer::{LayerSpec, Proj};
+use crate::pending::panic_text;
+use crate::work::{Row, Spent};
+
+// A row crosses as it is.
+const _: () = assert!(size_of::<Row>() == size_of::<abi::Row>() && align_of::<Row>() == align_of::<abi::Row>());
+
+/// Longest name that is read.
+const NAME: usize = 256;
+
+fn activation(rule: Activation) -> (&'static str, [f32; 2]) {
+    match rule {
+        Activation::SiluMul => ("silu_mul", [0.0; 2]),
+        Activation::ClampedSiluMul { limit } => ("clamped_silu_mul", [limit, 0.0]),
+        Activation::GptOss { alpha, limit } => ("gpt_oss", [alpha, limit]),
+    }
+}
+
+fn activation_of(name: &str, [a, b]: [f32; 2]) -> Result<Activation, Unsupported> {
+    match name {
+        "silu_mul" => Ok(Activation::SiluMul),
+        "clamped_silu_mul" => Ok(Activation::ClampedSiluMul { limit: a }),
+        "gpt_oss" => Ok(Activation::GptOss { alpha: a, limit: b }),
+        _ => Err(Unsupported::new(format!("unknown activation `{name}`: the host is newer than the plugin"))),
+    }
+}
+
+/// The names of a layer's formats, which its description borrows.
+pub fn format_names(layer: &LayerSpec) -> [String; 3] {
+    layer.formats.map(|f| f.to_string())
+}
+
+pub fn layer(spec: &LayerSpec, names: &[String; 3]) -> abi::Layer {
+    let (name, numbers) = activation(spec.activation);
+    abi::Layer {
+        index: spec.index,
+        experts: spec.experts,
+        top_k: spec.top_k,
+        hidden: spec.hidden,
+        intermediate: spec.intermediate,
+        formats: [0, 1, 2].map(|i| abi::Text::new(&names[i])),
+        activation: abi::Text::new(name),
+        numbers,
+        biases: spec.biases,
+    }
+}
+
+/// # Safety
+/// - The texts of `layer` are readable.
+pub unsafe fn layer_of(layer: &abi::Layer) -> Result<LayerSpec, Unsupported> {
+    let mut formats = [Format::F32; 3];
+    for (format, name) in formats.iter_mut().zip(layer.formats) {
+        // SAFETY: promised by the caller.
+        *format = unsafe { text(name) }?.parse()?;
+    }
+    Ok(LayerSpec {
+        index: layer.index,
+        experts: layer.experts,
+        top_k: layer.top_k,
+        hidden: layer.hidden,
+        intermediate: layer.intermediate,
+        formats,
+        // SAFETY: promised by the caller.
+        activation: activation_of(unsafe { text(layer.activation) }?, layer.numbers)?,
+        biases: layer.biases,
+    })
+}
+
+/// # Safety
+/// - The text is readable for as long as the result lives.
+pub unsafe fn text<'a>(text: abi::Text) -> Result<&'a str, Unsupported> {
+    // SAFETY: promised by the caller.
+    unsafe { text.get(NAME) }.ok_or_else(|| Unsupported::new("a name is missing, too long, or not UTF-8"))
+}
+
+pub fn proj(index: u32) -> Option<Proj> {
+    Proj::ALL.get(index as usize).copied()
+}
+
+const SCALE_TYPES: [(ScaleType, &str); 5] = [
+    (ScaleType::F32, "F32"),
+    (ScaleType::F16, "F16"),
+    (ScaleType::Bf16, "BF16"),
+    (ScaleType::E8m0, "E8M0"),
+    (ScaleType::E4m3, "E4M3"),
+];
+
+pub fn scale_type(kind: ScaleType) -> &'static str {
+    SCALE_TYPES.iter().find(|(k, _)| *k == kind).map_or("", |(_, name)| name)
+}
+
+pub fn scale_type_of(name: &str) -> Result<ScaleType, Unsupported> {
+    let known = SCALE_TYPES.iter().find(|(_, n)| *n == name);
+    known.map(|(k, _)| *k).ok_or_else(|| Unsupported::new(format!("unknown scale type `{name}`")))
+}
+
+fn input(layout: InputLayout) -> abi::Input {
+    let none = abi::Input { kind: 0, group: 0, sums: 0, times: 0 };
+    match layout {
+        InputLayout::F32 => none,
+        InputLayout::Bf16 => abi::Input { kind: 1, ..none },
+        InputLayout::Int8 { group, sums } => {
+            let (sums, times) = match sums {
+                Sums::Times(times) => (0, times),
+                Sums::Scaled => (1, 0),
+            };
+            abi::Input { kind: 2, group: group as u32, sums, times }
+        }
+    }
+}
+
+fn input_of(input: abi::Input) -> Option<InputLayout> {
+    Some(match (input.kind, input.group, input.sums) {
+        (0, ..) => InputLayout::F32,
+        (1, ..) => InputLayout::Bf16,
+        (2, group @ (16 | 32 | 128), 0) => InputLayout::Int8 { group: group as usize, sums: Sums::Times(input.times) },
+        (2, group @ (16 | 32 | 128), 1) => InputLayout::Int8 { group: group as usize, sums: Sums::Scaled },
+        _ => return None,
+    })
+}
+
+pub fn fit(fit: &Fit) -> abi::Fit {
+    let mut wire = abi::Fit {
+        rank: fit.rank,
+        inputs: fit.inputs.map(input),
+        packed_bytes: fit.packed_bytes,
+        mapped_bytes: fit.mapped_bytes,
+        scratch_bytes_per_token: fit.scratch_bytes_per_token,
+        tier: abi::Words::EMPTY,
+        how: abi::Words::EMPTY,
+    };
+    wire.tier.set(&fit.tier);
+    wire.how.set(&fit.how);
+    wire
+}
+
+/// Highest rank that a plugin may give itself: far above those of instruction sets, which are their places in [`crate::cpu::tier::Tier::ALL`].
+pub const MAX_RANK: u32 = 1000;
+
+/// A plugin's word for weights of which the checkpoint has `stored` bytes, or what about it cannot be.
+pub fn fit_of(fit: &abi::Fit, stored: u64) -> Result<Fit, String> {
+    // F32 for ternary weights is 20 times as much; rows and panels are padded.
+    let most = stored.saturating_mul(64).saturating_add(16 << 20);
+    if fit.rank > MAX_RANK {
+        return Err(format!("rank {}; at most {MAX_RANK} is possible", fit.rank));
+    }
+    for (what, bytes) in [("packed", fit.packed_bytes), ("mapped", fit.mapped_bytes)] {
+        if bytes > most {
+            return Err(format!("{bytes} bytes {what}, of weights that are {stored} in the checkpoint"));
+        }
+    }
+    if fit.scratch_bytes_per_token > 1 << 32 {
+        return Err(format!("{} bytes of scratch per token", fit.scratch_bytes_per_token));
+    }
+    let [Some(first), Some(second)] = fit.inputs.map(input_of) else {
+        return Err("a rounding of inputs that this host does not know".into());
+    };
+    let tier = fit.tier.get().filter(|t| !t.is_empty()).ok_or("no readable tier")?;
+    let how = fit.how.get().filter(|t| !t.is_empty()).ok_or("no readable description")?;
+    Ok(Fit {
+        rank: fit.rank,
+        tier: tier.into(),
+        how: how.into(),
+        packed_bytes: fit.packed_bytes,
+        mapped_bytes: fit.mapped_bytes,
+        scratch_bytes_per_token: fit.scratch_bytes_per_token,
+        inputs: [first, second],
+    })
+}
+
+pub fn spent(spent: Spent) -> abi::Spent {
+    let nanos = |d: Duration| u64::try_from(d.as_nanos()).unwrap_or(u64::MAX);
+    abi::Spent { kernels: nanos(spent.kernels), waiting: nanos(spent.waiting) }
+}
+
+/// A failure's code, and its words for the other side, which says itself which backend and layer it was.
+pub fn failure(error: &Error) -> (u32, String) {
+    let code = match error {
+        Error::Unsupported(_) => abi::UNSUPPORTED,
+        Error::Cancelled => abi::CANCELLED,
+        Error::Backend { what, .. } => return (abi::FAILED, what.clone()),
+        _ => abi::FAILED,
+    };
+    (code, error.to_string())
+}
+
+/// Runs `f` for the other side: its error, or its panic, is written into the message.
+///
+/// # Safety
+/// - `message` is null, or points to a message that nobody else uses.
+pub unsafe fn answer(message: *mut abi::Message, f: impl FnOnce() -> Result<(), Error>) -> u32 {
+    let (code, words) = match std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)) {
+        Ok(Ok(())) => return abi::DONE,
+        Ok(Err(error)) => failure(&error),
+        Err(payload) => {
+            let words = panic_text(&*payload);
+            // What a panic carries may panic when it is dropped.
+            std::mem::forget(payload);
+            (abi::PANICKED, words)
+        }
+    };
+    // SAFETY: promised by the caller.
+    if let Some(message) = unsafe { message.as_mut() } {
+        message.set(&words);
+    }
+    code
+}
