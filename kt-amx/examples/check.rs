@@ -42,7 +42,7 @@ mod check {
         let matrix = source.matrix(0, 0, Proj::Gate).map_err(|e| e.to_string())?;
         let (layout, _) = kernel.accepts(format, OUTPUTS, COLS).map_err(|why| why.0)?;
         let mut packed = vec![0; kernel.packed_bytes(format, OUTPUTS, COLS).ok_or("not packed")?];
-        kernel.pack(&matrix, &mut packed);
+        kernel.pack(&matrix, 0..matrix.rows(), &mut packed);
         let weights = Weights::packed(format, OUTPUTS, COLS, packed.into());
         let mut random = Random(9);
         let x: Vec<f32> = (0..ROWS * COLS).map(|_| random.uniform()).collect();

@@ -71,7 +71,7 @@ impl Amx {
         let mut crossovers = [Crossover::default().int8, Crossover::default().bf16];
         for (format, crossover) in [Format::Int4(Group::Of(32)), Format::Bf16].into_iter().zip(&mut crossovers) {
             let bytes = self.packed_bytes(format, outputs, cols).unwrap_or(0);
-            let mut packed = kt_core::cpu::memory::zeroed_pages(bytes)?;
+            let mut packed = kt_core::cpu::memory::zeroed_pages(bytes, Default::default())?;
             // Pages that were never written may all be the same one.
             packed.chunks_mut(4096).for_each(|page| page[0] = 1);
             let packed = packed

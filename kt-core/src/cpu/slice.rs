@@ -144,6 +144,7 @@ mod tests {
         assert_eq!(columns.lanes, [0..8, 8..8, 8..13]);
         assert_eq!(columns.ends[7], 1008);
         assert_eq!(columns.ends.last(), Some(&2050));
-        assert_eq!(Columns::new(&[0..1024], &[64], 1, 64).ends.len(), 16);
+        let whole = std::iter::once(0..1024).collect::<Vec<_>>();
+        assert_eq!(Columns::new(&whole, &[64], 1, 64).ends.len(), 16);
     }
 }
