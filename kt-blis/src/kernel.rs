@@ -391,6 +391,9 @@ impl Job for Unpack<'_> {
         if !whole {
             self.to.fill(0);
         }
+        if cols == 0 {
+            return;
+        }
         for (row, to) in self.outputs.zip(self.to.chunks_exact_mut(piece)) {
             let (codes, to) = (self.matrix.row(row), &mut to[..cols]);
             if nibbles {
