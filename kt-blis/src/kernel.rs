@@ -159,7 +159,7 @@ impl Kernel for Blis {
         self.own.tier()
     }
 
-    /// Below every tier of this workspace's own, next to the portable kernel: that is where it was measured.
+    /// Below every tier of this workspace's own, next to the portable kernel, as long as it was not measured to be faster than one of them.
     fn rank(self) -> u32 {
         0
     }
