@@ -159,7 +159,7 @@ impl Kernel for Blis {
         self.own.tier()
     }
 
-    /// Below every tier of this workspace's own, next to the portable kernel: that is where it was measured.
+    /// Below every tier of this workspace's own, next to the portable kernel, as long as it was not measured to be faster than one of them.
     fn rank(self) -> u32 {
         0
     }
@@ -390,6 +390,9 @@ impl Job for Unpack<'_> {
         let middle = middle(self.matrix.format()) as u8;
         if !whole {
             self.to.fill(0);
+        }
+        if cols == 0 {
+            return;
         }
         for (row, to) in self.outputs.zip(self.to.chunks_exact_mut(piece)) {
             let (codes, to) = (self.matrix.row(row), &mut to[..cols]);
