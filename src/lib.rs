@@ -2,6 +2,10 @@
 
 pub use kt_core::*;
 
+/// The backend `blis`, for [`RuntimeBuilder::with_backend`] with a library of the caller's choice.
+#[cfg(feature = "blis")]
+pub use kt_blis as blis;
+
 use kt_core::cpu::CpuBackend;
 use kt_core::cpu::portable::Portable;
 use kt_core::cpu::tier::Tier;
@@ -11,10 +15,14 @@ use kt_core::cpu::tier::Tier;
 /// `cap` limits the instruction sets that CPU backends may use.
 pub fn registry(cap: Tier) -> Vec<Candidate> {
     let mut list = Vec::new();
+    #[cfg(feature = "amx")]
+    list.push(Candidate::new("amx", kt_amx::backend(cap)));
     #[cfg(feature = "avx512")]
     list.push(Candidate::new("avx512", kt_avx512::backend(cap)));
     #[cfg(feature = "llamafile")]
     list.push(Candidate::new("llamafile", kt_llamafile::backend(cap)));
+    #[cfg(feature = "blis")]
+    list.push(Candidate::new("blis", kt_blis::backend(cap)));
     let _ = cap;
     list.push(Candidate::new("portable", Ok(CpuBackend::new("portable", Portable))));
     list

@@ -62,9 +62,19 @@ fn random_shapes_give_the_same_bits_on_every_team() {
             let placed = loaded.residence();
             let packed: u64 = placed.iter().map(|r| r.bytes).sum();
             assert_eq!(packed, loaded.packed_bytes());
+            let plan = runtime.plan(&source).unwrap();
+            assert_eq!(plan.nodes.len(), team.shares().len());
+            if team.shares().len() > 1 {
+                let planned: u64 = plan.nodes.iter().map(|n| n.1).sum();
+                assert!(planned <= plan.packed_bytes() && planned + 8 > plan.packed_bytes(), "{:?}", plan.nodes);
+                assert!(plan.explain().contains("note: the thread that calls a layer"), "{}", plan.explain());
+            }
             // Nothing is bound to nodes that this machine does not have, and the load says so.
             if team.shares().len() > 1 && packed > 0 {
-                assert!(placed.iter().all(|r| r.unbound.is_some()), "{name}: {placed:?}");
+                assert!(
+                    placed.iter().all(|r| r.is_astray() && r.to_string().contains("not bound: the topology")),
+                    "{name}: {placed:?}"
+                );
             }
         }
     }

@@ -13,8 +13,10 @@ use std::arch::x86_64::*;
 
 use kt_core::format::fp8::E4M3;
 
+use crate::tiled::TileProduct;
+
 pub(crate) use ymm::{Avx2, AvxVnni};
-pub(crate) use zmm::{Bf16, Plain, Vnni};
+pub(crate) use zmm::{Bf16, Plain, Tiled, Vnni};
 
 /// Work that is to be compiled for an instruction set.
 pub trait Job {
@@ -74,6 +76,9 @@ pub unsafe trait Isa: Copy {
     const WIDE_OFFSET: i32;
     /// What products of [`Isa::fp8_to_bf16`] are to be multiplied with: 2^40 with F32 inputs, else 1.
     const FP8_UP: f32;
+    /// Whether products of many rows run on a tile unit. Those of few rows that are not exact then add in its order, so that the bits are
+    /// the same.
+    const TILES: bool = false;
 
     /// Does a job with the instructions enabled.
     fn run<J: Job>(self, job: J);
@@ -83,6 +88,18 @@ pub unsafe trait Isa: Copy {
     fn for_bf16(self) -> Self::ForBf16;
     /// See [`Isa::ForF32`].
     fn for_f32(self) -> Self::ForF32;
+    /// Most rows that stream, 8 or 6 at most; more go over cached lines.
+    #[inline(always)]
+    fn stream_rows(self) -> usize {
+        const { stream_rows(Self::LARGE) }
+    }
+    /// Multiplies on the tile unit; only where there is one.
+    ///
+    /// # Safety
+    /// As [`TileUnit::multiply`](crate::tiled::TileUnit::multiply).
+    unsafe fn multiply_tiles(self, _product: &TileProduct) {
+        unreachable!("no tile unit")
+    }
 
     /// 64 bytes.
     ///
@@ -236,6 +253,16 @@ pub unsafe trait Isa: Copy {
     unsafe fn load_pair(self, p: *const u8) -> Self::Pair;
     /// Adds to each of 16 sums the products of 2 BF16 weights with 2 inputs.
     fn dot_bf16(self, acc: Self::Flt, w: Self::Int, x: Self::Pair) -> Self::Flt;
+    /// As [`Isa::dot_bf16`], the first and the second product to a sum of its own; only where there is a tile unit.
+    #[inline(always)]
+    fn dot_chains(self, _acc: [Self::Flt; 2], _w: Self::Int, _x: Self::Pair) -> [Self::Flt; 2] {
+        unreachable!("no tile unit")
+    }
+    /// Adds what [`Isa::dot_chains`] summed to a sum, as the tile unit does; only where there is one.
+    #[inline(always)]
+    fn end_chains(self, _sum: Self::Flt, _chains: [Self::Flt; 2]) -> Self::Flt {
+        unreachable!("no tile unit")
+    }
 
     /// See [`Isa::Fp8Table`].
     fn fp8_table(self) -> Self::Fp8Table;
@@ -249,6 +276,11 @@ pub unsafe trait Isa: Copy {
     fn pair_up(self, x: Self::Pair) -> Self::Pair;
     /// [`Isa::dot_bf16`] of weights times what [`Isa::fp8_shifted`] lacks.
     fn dot_up(self, acc: Self::Flt, w: Self::Int, x: Self::Pair) -> Self::Flt;
+}
+
+/// Most rows that stream: as many as keep their sums in registers.
+pub(crate) const fn stream_rows(large: bool) -> usize {
+    if large { 8 } else { 6 }
 }
 
 /// Hints that the line at `p` will be read soon, and once; any address will do.

@@ -16,6 +16,7 @@ use crate::isa::{self, Isa, Job};
 use crate::layout::{self, CHUNK, Layout, PANEL};
 use crate::lines::E2M1_ZERO;
 use crate::product::Product;
+use crate::tiled::TileUnit;
 
 /// The best of this CPU's AVX tiers, `avx2` to `avx512bf16`. A value proves that the instructions exist. Weights are packed the same
 /// for all of them.
@@ -56,6 +57,20 @@ impl Avx {
             // SAFETY: `detect` saw AVX2 and gives no tier below.
             _ => job.go(unsafe { isa::Avx2::new() }),
         }
+    }
+}
+
+impl Avx {
+    /// Does a job with a tile unit for products of many rows; bf16 ones of up to `stream_rows` rows stream (8 at most), in the unit's order
+    /// of additions.
+    ///
+    /// # Panics
+    /// When this is not of tier `avx512bf16`.
+    #[inline(always)]
+    pub fn run_with_tiles(self, unit: impl TileUnit, stream_rows: usize, job: impl Job) {
+        assert_eq!(self.tier, Tier::Avx512Bf16, "tiles go with the highest tier only");
+        // SAFETY: `detect` saw the instructions of `self.tier`.
+        job.go(unsafe { isa::Tiled::new(unit, stream_rows) });
     }
 }
 

@@ -24,6 +24,8 @@ mod product;
 mod tests;
 #[cfg(target_arch = "x86_64")]
 mod tile;
+#[cfg(target_arch = "x86_64")]
+mod tiled;
 
 use kt_core::cpu::tier::Tier;
 use kt_core::{Backend, Unsupported};
@@ -52,6 +54,7 @@ pub mod engine {
     pub use crate::lines::{Bytes, Codes, E2M1_ZERO, E2m1, Lines, Nibbles, Scale};
     pub use crate::product::{Ints, Path, Product};
     pub use crate::tile::Tile;
+    pub use crate::tiled::{SUMS_BYTES, TILE_BYTES, TILE_ROWS, TileProduct, TileUnit};
 }
 
 /// The backend for the best instructions that this CPU has, up to `cap`.

@@ -11,6 +11,8 @@ pub trait Lines: Copy {
     const OPERANDS: usize;
     /// Bytes of a step in each plane; one plane of lines for most.
     const PLANES: [usize; 2] = [LINE, 0];
+    /// Whether they are sums of products already: one for each row, panel and span of columns that share a scale.
+    const SUMMED: bool = false;
     /// What the loop keeps in registers for unpacking.
     type Table<I: Isa>: Copy;
     /// Loads it.
@@ -51,6 +53,25 @@ macro_rules! direct {
             [unsafe { isa.load(at[0]) }; 2]
         }
     };
+}
+
+/// Sums that a tile unit left, as [`TileProduct`](crate::tiled::TileProduct) has them: no lines of weights, but what became of them.
+#[derive(Clone, Copy)]
+pub(crate) struct Summed;
+
+impl Lines for Summed {
+    const SUMMED: bool = true;
+    direct!();
+}
+
+impl Codes for Summed {
+    const SPAN: usize = 0;
+    type Unpacked = Self;
+}
+
+impl Floats for Summed {
+    const BF16: bool = true;
+    type Unpacked = Self;
 }
 
 /// Codes of one byte, which are small enough for sums over `SPAN` columns, or not (0).

@@ -17,9 +17,10 @@ use crate::isa::{Isa, Job};
 use crate::layout::{CHUNK, LINE, Layout, PANEL, SUPER};
 use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
-    Nibbles, NoScale, Scale, Unpack,
+    Nibbles, NoScale, Scale, Summed, Unpack,
 };
 use crate::tile::{FloatTile, IntTile, Tile, scaled};
+use crate::tiled::{self, SUMS_SIZE, Spans, TILE_ROWS};
 
 /// Bytes of lines that tiles of rows pass over: most of a first-level cache of 48 KiB, all of one of 32.
 const CACHED: usize = 32 << 10;
@@ -34,6 +35,9 @@ pub trait Path<I: Isa> {
     const ROWS: usize;
     /// Whether lines are operands and nothing is scaled in between.
     const LIGHT: bool;
+    /// Whether rows that are few stream. Integer products that do so have the same bits without a tile unit, so that code which has one
+    /// leaves them out.
+    const STREAMS: bool;
     /// Runs a tile of `r` rows x `p` panels on lines as stored.
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>);
     /// Runs a tile of `r` rows x `p` panels on unpacked lines.
@@ -76,16 +80,20 @@ macro_rules! stream_shapes {
     };
 }
 
-/// Most rows that stream.
-const fn stream_rows(large: bool) -> usize {
-    if large { 8 } else { 6 }
+/// [`shapes`] of tiles over the sums of a tile unit: as many as leave registers for sums, totals and what is between.
+macro_rules! summed_shapes {
+    ($r:expr, $p:expr, $job:expr) => {
+        shapes!($r, $p, [1 x 2, 2 x 2, 3 x 2, 4 x 2, 1 x 1, 2 x 1, 3 x 1, 4 x 1], $job)
+    };
 }
 
 /// Panels at once for rows that stream. Where little happens per line, one: a single stream from memory is fastest. Else enough
-/// independent sums to hide the latency of unpacking and scaling, as far as registers go.
-fn stream_panels(large: bool, light: bool, rows: usize) -> usize {
-    match (large, rows) {
+/// independent sums to hide the latency of unpacking and scaling, as far as registers go; in the order of a tile unit there are three times
+/// as many.
+fn stream_panels<I: Isa>(light: bool, rows: usize) -> usize {
+    match (I::LARGE, rows) {
         _ if light => 1,
+        (_, 2..) if I::TILES => 1,
         (_, 1) | (true, 2) => 4,
         (false, 2..=3) | (true, 3..=6) => 2,
         _ => 1,
@@ -94,15 +102,21 @@ fn stream_panels(large: bool, light: bool, rows: usize) -> usize {
 
 impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for Ints<L, S, XG, WG> {
     type Lines = L;
-    const ROWS: usize = 6;
+    const ROWS: usize = if I::TILES { 2 * TILE_ROWS } else { 6 };
     const LIGHT: bool = L::OPERANDS == 1 && S::RECORD == 0;
+    const STREAMS: bool = !I::TILES;
 
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
         stream_shapes!(I::LARGE, r, p, isa.run(IntTile::<L, S, XG, WG, true, R, P> { tile, kind: PhantomData }))
     }
 
     fn cached(isa: I, r: usize, p: usize, tile: Tile<'_>) {
-        if const { I::LARGE } {
+        if const { I::TILES } {
+            let spans = Spans { bf16: false, columns: Some(XG), record: S::RECORD };
+            tiled::cached(isa, (r, p), tile, spans, |r, p, tile| {
+                summed_shapes!(r, p, isa.run(IntTile::<Summed, S, XG, WG, false, R, P> { tile, kind: PhantomData }))
+            });
+        } else if const { I::LARGE } {
             shapes!(
                 r,
                 p,
@@ -123,7 +137,9 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
 impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     type Lines = L;
     // Inputs in F32 take more registers. Totals beside the sums, where scales come in between, may lie in memory.
-    const ROWS: usize = if !I::LARGE {
+    const ROWS: usize = if I::TILES && L::BF16 {
+        2 * TILE_ROWS
+    } else if !I::LARGE {
         6
     } else if L::BF16 && I::INPUT_BYTES > 2 {
         8
@@ -131,13 +147,20 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         12
     };
     const LIGHT: bool = L::OPERANDS == 1;
+    const STREAMS: bool = true;
 
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
         stream_shapes!(I::LARGE, r, p, isa.run(FloatTile::<L, SCALED, true, R, P> { tile, kind: PhantomData }))
     }
 
     fn cached(isa: I, r: usize, p: usize, tile: Tile<'_>) {
-        if const { <Self as Path<I>>::ROWS > 8 } {
+        if const { I::TILES && L::BF16 } {
+            let (columns, record) = scaled::span(SCALED);
+            let spans = Spans { bf16: true, columns: (record > 0).then_some(columns), record };
+            tiled::cached(isa, (r, p), tile, spans, |r, p, tile| {
+                summed_shapes!(r, p, isa.run(FloatTile::<Summed, SCALED, false, R, P> { tile, kind: PhantomData }))
+            });
+        } else if const { <Self as Path<I>>::ROWS > 8 } {
             shapes!(
                 r,
                 p,
@@ -261,21 +284,23 @@ impl Product<'_> {
                 first_block: start,
                 inputs: &inputs[start * input_stride..],
                 input_stride,
+                row_bytes: block_bytes,
                 blocks,
                 out: &mut [],
                 out_stride: width,
                 width: 0,
                 fetch: [std::ptr::null(); 2],
                 fetch_lines: [0; 2],
+                sums: &mut [],
                 last: start + blocks == layout.blocks,
             }
         };
         // Panels to do next: `most`, or one where fewer are left.
         let next_panels = |done: usize, most: usize| if (width - done).div_ceil(PANEL) >= most { most } else { 1 };
         let mut done = 0;
-        if n <= stream_rows(I::LARGE) {
+        if const { K::STREAMS } && n <= isa.stream_rows() {
             while done < width {
-                let panels = next_panels(done, stream_panels(I::LARGE, K::LIGHT, n));
+                let panels = next_panels(done, stream_panels::<I>(K::LIGHT, n));
                 let panel = &packed[done / PANEL * stride..];
                 let after = following(panel, panels, done);
                 let tile = Tile {
@@ -297,7 +322,9 @@ impl Product<'_> {
             if unpack { layout.planes[0] / K::Lines::PLANES[0] * K::Lines::OPERANDS * LINE } else { layout.planes[0] };
         let most_blocks = (CACHED / (most_panels * operand_block)).clamp(1, layout.blocks);
         let unpacked_stride = most_blocks * operand_block;
-        let buffer = self.scratch.panel.get(if unpack { most_panels * unpacked_stride } else { 0 });
+        let sums = if I::TILES { SUMS_SIZE } else { 0 };
+        let buffer = self.scratch.panel.get(sums + if unpack { most_panels * unpacked_stride } else { 0 });
+        let (sums, buffer) = buffer.split_at_mut(sums);
         // Tiles of rows that differ by one row at most.
         let tiles = n.div_ceil(K::ROWS);
         while done < width {
@@ -340,6 +367,7 @@ impl Product<'_> {
                         width: (width - done).min(panels * PANEL),
                         fetch,
                         fetch_lines,
+                        sums,
                         ..part
                     };
                     K::cached(isa, rows.len(), panels, tile);
@@ -366,14 +394,15 @@ impl Product<'_> {
         let inputs = &self.inputs.bytes()[self.rows.start * block_bytes..];
         // In units of `SUPER` columns.
         let columns = matrix.cols() / SUPER;
-        let few = n <= stream_rows(I::LARGE);
+        let few = !I::TILES && n <= isa.stream_rows();
         let most_panels = if I::LARGE && !few { 2 } else { 1 };
         let cached = if few { FEW } else { CACHED };
         let most_columns = (cached / (most_panels * SUPER * PANEL)).clamp(1, columns.max(1));
         let line_bytes = most_columns * SUPER * PANEL;
         let record_bytes = most_columns * SUPER / G * F32Scale::RECORD;
         let stride = line_bytes + record_bytes;
-        let buffer = self.scratch.panel.get(most_panels * stride);
+        let sums = if I::TILES { SUMS_SIZE } else { 0 };
+        let (sums, buffer) = self.scratch.panel.get(sums + most_panels * stride).split_at_mut(sums);
         let tiles = if few { 1 } else { n.div_ceil(<Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::ROWS) };
         let mut rows = [Row::EMPTY; PANEL];
         let mut done = 0;
@@ -408,15 +437,17 @@ impl Product<'_> {
                         first_block,
                         inputs: &inputs[first_block * input_stride + rows.start * block_bytes..],
                         input_stride,
+                        row_bytes: block_bytes,
                         blocks: now * SUPER / BLOCK,
                         out: &mut self.out[rows.start * width + done..],
                         out_stride: width,
                         width: (width - done).min(panels * PANEL),
                         fetch: [buffer.as_ptr(); 2],
                         fetch_lines: [0; 2],
+                        sums,
                         last: start + now == columns,
                     };
-                    if few {
+                    if const { !I::TILES } && few {
                         Ints::<Bytes<0>, F32Scale, G, G>::stream(isa, rows.len(), panels, tile);
                     } else {
                         Ints::<Bytes<0>, F32Scale, G, G>::cached(isa, rows.len(), panels, tile);

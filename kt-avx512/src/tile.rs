@@ -19,6 +19,7 @@ use kt_core::cpu::input::BLOCK;
 use crate::isa::{Isa, Job, prefetch_later, prefetch_once};
 use crate::layout::{LINE, PANEL, SUPER};
 use crate::lines::{Codes, Floats, Scale};
+use crate::tiled::{CHAIN, SUMS_BYTES};
 
 /// Bytes that are asked for ahead of use, over all panels of a tile, when weights stream from memory; past the end of a panel, in the
 /// panels that come next. The hardware does this within a page only: without it, each panel starts with misses. More rows take longer
@@ -29,7 +30,8 @@ const fn ahead_bytes(rows: usize) -> usize {
 
 /// What a register tile reads and writes: `blocks` blocks of 128 columns of it.
 pub struct Tile<'a> {
-    /// Both planes of lines of the first panel, from its first block; those of panel `p` begin at `p * weight_stride`.
+    /// Both planes of lines of the first panel, from its first block; those of panel `p` begin at `p * weight_stride`. Or the sums of
+    /// the first row, those of row `r` [`LINE`] bytes times `r` on, those of the next span of columns [`SUMS_BYTES`].
     pub weights: [&'a [u8]; 2],
     /// See `weights`.
     pub weight_stride: usize,
@@ -53,6 +55,8 @@ pub struct Tile<'a> {
     pub inputs: &'a [u8],
     /// See `inputs`.
     pub input_stride: usize,
+    /// `block_bytes`.
+    pub row_bytes: usize,
     /// Blocks of 128 columns.
     pub blocks: usize,
     /// Row `r`, output `j` goes to `r * out_stride + j`.
@@ -66,6 +70,8 @@ pub struct Tile<'a> {
     pub fetch: [*const u8; 2],
     /// See `fetch`.
     pub fetch_lines: [usize; 2],
+    /// Memory for the sums of a tile unit, if there is one.
+    pub sums: &'a mut [u8],
     /// Whether these are the last columns, so that the scales of outputs are due. If `first_block` is not 0, `out` holds the totals
     /// so far.
     pub last: bool,
@@ -114,10 +120,16 @@ impl Tile<'_> {
         ahead
     }
 
-    /// Asks for the lines that go with a block.
+    /// Checks that all sums of `r` rows and `p` panels are there.
     #[inline(always)]
-    fn fetch<const P: usize>(&self, block: usize) {
-        for p in 0..P {
+    fn check_sums(&self, r: usize, p: usize, spans: usize) {
+        assert!(self.weights[0].len() >= (spans - 1) * SUMS_BYTES + (p - 1) * self.weight_stride + r * LINE);
+    }
+
+    /// Asks for the lines that go with a block of `p` panels.
+    #[inline(always)]
+    pub(crate) fn fetch(&self, panels: usize, block: usize) {
+        for p in 0..panels {
             for (fetch, lines) in self.fetch.iter().zip(self.fetch_lines) {
                 let at = fetch.wrapping_add(p * self.panel_stride + block * lines * LINE);
                 for l in 0..lines {
@@ -203,7 +215,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let sums_at = BLOCK + BLOCK / XG * 4;
         let input_bytes = sums_at + BLOCK / XG * 4;
         let steps = BLOCK / 4 / L::OPERANDS;
-        let block_bytes = [steps * L::PLANES[0], steps * L::PLANES[1]];
+        let block_bytes = if L::SUMMED { [0; 2] } else { [steps * L::PLANES[0], steps * L::PLANES[1]] };
         let mut scales = if S::OUTPUTS { t.outputs_at + PANEL * 4 } else { 0 };
         if S::RECORD > 0 {
             let records = (t.blocks * BLOCK).saturating_sub(t.group_left).div_ceil(t.group) + 1;
@@ -214,6 +226,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             scales = scales.max(t.supers_at + ((t.first_block + t.blocks) * BLOCK).div_ceil(SUPER) * S::SUPER);
         }
         t.check(R, P, block_bytes, Reads { scales, input: input_bytes });
+        if L::SUMMED {
+            t.check_sums(R, P, t.blocks * (BLOCK / XG));
+        }
 
         // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of R rows, and the
         // records of all groups, and of all groups of groups.
@@ -228,8 +243,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let mut left = t.group_left;
         for block in 0..t.blocks {
             let ahead = if STREAM { t.ahead::<R, P>(block, block_bytes) } else { [0; 2] };
-            if !STREAM {
-                t.fetch::<P>(block);
+            if !STREAM && !L::SUMMED {
+                t.fetch(P, block);
             }
             let super_at = t.supers_at + (t.first_block + block) * BLOCK / SUPER * S::SUPER;
             let above = t.panel.as_ptr().wrapping_add(if S::SUPER > 0 { super_at } else { 0 });
@@ -255,9 +270,19 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                             }
                         }
                     }
+                    if L::SUMMED {
+                        for (r, sums) in sums.iter_mut().enumerate() {
+                            for (p, sum) in sums.iter_mut().enumerate() {
+                                let at = line[0].wrapping_add(p * t.weight_stride + r * LINE);
+                                // SAFETY: a sum of row `r` and panel `p`, in bounds as said above.
+                                *sum = isa.add(*sum, unsafe { isa.load(at) });
+                            }
+                        }
+                        line[0] = line[0].wrapping_add(SUMS_BYTES);
+                    }
                     let span = if L::SPAN == 0 || L::SPAN > XG { XG } else { L::SPAN };
                     let steps = span / 4 / L::OPERANDS;
-                    for s in 0..XG / span {
+                    for s in 0..if L::SUMMED { 0 } else { XG / span } {
                         let mut acc = sums;
                         if L::SPAN > 0 {
                             for acc in acc.iter_mut() {
@@ -384,6 +409,15 @@ pub(crate) mod scaled {
     pub(crate) const TILES: u8 = 2;
     /// E8M0 per output and 32 columns.
     pub(crate) const GROUPS: u8 = 3;
+
+    /// Columns, and bytes of scales of a panel, until a scale is due; no bytes where none is.
+    pub(crate) const fn span(scaled: u8) -> (usize, usize) {
+        match scaled {
+            TILES => (super::BLOCK, 4),
+            GROUPS => (32, super::PANEL),
+            _ => (super::BLOCK, 0),
+        }
+    }
 }
 
 /// Floating-point weights x inputs of [`Isa::INPUT_BYTES`] (BF16 weights), or F32. Those with scales are FP8.
@@ -445,6 +479,77 @@ fn again<I: Isa, J: Job>(isa: I, job: J) {
 impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: usize>
     FloatTile<'_, L, SCALED, STREAM, R, P>
 {
+    /// Bytes of the scales that a panel has for the tile, from its start.
+    #[inline(always)]
+    fn scales(&self) -> usize {
+        let (span, record) = scaled::span(SCALED);
+        match SCALED {
+            scaled::NO => 0,
+            scaled::OUTPUTS => self.tile.outputs_at + PANEL * 4,
+            _ => self.tile.group_at + self.tile.blocks * (BLOCK / span) * record,
+        }
+    }
+
+    /// Adds the sums of a span, times its scales, which are at `scale` in the first panel.
+    ///
+    /// # Safety
+    /// They are readable, and so are those of the other panels.
+    #[inline(always)]
+    unsafe fn add_scaled<I: Isa>(
+        &self,
+        isa: I,
+        total: &mut [[I::Flt; P]; R],
+        sums: &[[I::Flt; P]; R],
+        scale: *const u8,
+    ) {
+        for p in 0..P {
+            let at = scale.wrapping_add(p * self.tile.panel_stride);
+            // SAFETY: readable by the caller's promise.
+            let mut scale =
+                unsafe { if SCALED == scaled::TILES { isa.load_f32(at) } else { isa.exp2(isa.load_u8(at)) } };
+            if SCALED == scaled::GROUPS {
+                // 255 is infinite so far: times 0 it is NaN.
+                scale = isa.mul_add(scale, isa.zero(), scale);
+            }
+            for r in 0..R {
+                total[r][p] = isa.mul_add(sums[r][p], scale, total[r][p]);
+            }
+        }
+    }
+
+    /// The totals, of sums that a tile unit left. Where nothing is scaled in between, it went on from the totals before.
+    #[inline(always)]
+    fn total_of_sums<I: Isa>(&self, isa: I) -> [[I::Flt; P]; R] {
+        let t = &self.tile;
+        let (span, record) = scaled::span(SCALED);
+        let spans = if record > 0 { t.blocks * (BLOCK / span) } else { 1 };
+        t.check(R, P, [0; 2], Reads { scales: self.scales(), input: 0 });
+        t.check_sums(R, P, spans);
+
+        // From here on every read is in bounds: there is a sum and a scale for every span.
+        let mut total = if record > 0 { t.begin::<I, R, P>(isa) } else { [[isa.zero(); P]; R] };
+        let mut at = t.weights[0].as_ptr();
+        let mut scale = t.panel.as_ptr().wrapping_add(t.group_at);
+        for _ in 0..spans {
+            let mut sums = total;
+            for (r, sums) in sums.iter_mut().enumerate() {
+                for (p, sum) in sums.iter_mut().enumerate() {
+                    // SAFETY: a sum of row `r` and panel `p`, in bounds as said above.
+                    *sum = isa.as_f32(unsafe { isa.load(at.wrapping_add(p * t.weight_stride + r * LINE)) });
+                }
+            }
+            if record > 0 {
+                // SAFETY: the scales of this span of P panels, in bounds as said above.
+                unsafe { self.add_scaled(isa, &mut total, &sums, scale) };
+            } else {
+                total = sums;
+            }
+            at = at.wrapping_add(SUMS_BYTES);
+            scale = scale.wrapping_add(record);
+        }
+        total
+    }
+
     #[inline(always)]
     fn end<I: Isa>(self, isa: I, total: [[I::Flt; P]; R]) {
         self.tile.end(isa, total, SCALED == scaled::OUTPUTS, if SCALED == scaled::NO { 1.0 } else { I::FP8_UP });
@@ -454,21 +559,15 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
     #[inline(always)]
     fn total<I: Isa, const INPUTS_UP: bool>(&self, isa: I) -> [[I::Flt; P]; R] {
         let t = &self.tile;
+        if const { L::SUMMED } {
+            return self.total_of_sums(isa);
+        }
         let shifted = const { STREAM && SCALED != scaled::NO && I::FP8_UP != 1.0 && (R <= 4 || !I::LARGE) };
         let (number, per_operand) = if L::BF16 { (I::INPUT_BYTES, 2) } else { (4, 1) };
         let input_bytes = BLOCK * number;
         let block_bytes = [BLOCK / per_operand / L::OPERANDS * LINE, 0];
-        // Columns, and bytes of scales, until a scale is due.
-        let (span, record) = match SCALED {
-            scaled::TILES => (BLOCK, 4),
-            scaled::GROUPS => (32, PANEL),
-            _ => (BLOCK, 0),
-        };
-        let scales = match SCALED {
-            scaled::NO => 0,
-            scaled::OUTPUTS => t.outputs_at + PANEL * 4,
-            _ => t.group_at + t.blocks * (BLOCK / span) * record,
-        };
+        let (span, record) = scaled::span(SCALED);
+        let scales = self.scales();
         t.check(R, P, block_bytes, Reads { scales, input: input_bytes });
 
         // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of R rows, and a
@@ -481,10 +580,11 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         for block in 0..t.blocks {
             let ahead = if STREAM { t.ahead::<R, P>(block, block_bytes)[0] } else { 0 };
             if !STREAM {
-                t.fetch::<P>(block);
+                t.fetch(P, block);
             }
             for s in 0..BLOCK / span {
                 let mut sums = if record > 0 { [[isa.zero(); P]; R] } else { total };
+                let mut chains = [[[isa.zero(); 2]; P]; R];
                 for j in 0..span / per_operand / L::OPERANDS {
                     let mut w = [[isa.splat(0); 2]; P];
                     for (p, w) in w.iter_mut().enumerate() {
@@ -505,6 +605,12 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                             if L::BF16 {
                                 // SAFETY: two inputs of row `r`, in bounds as said above.
                                 let x = unsafe { isa.load_pair(at) };
+                                if I::TILES {
+                                    for (chains, w) in chains[r].iter_mut().zip(&w) {
+                                        *chains = isa.dot_chains(*chains, w[l], x);
+                                    }
+                                    continue;
+                                }
                                 let x = if INPUTS_UP { isa.pair_up(x) } else { x };
                                 for (sum, w) in sums.iter_mut().zip(&w) {
                                     *sum = if shifted && !INPUTS_UP {
@@ -522,22 +628,18 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                             }
                         }
                     }
-                }
-                if record > 0 {
-                    for p in 0..P {
-                        let at = scale.wrapping_add(p * t.panel_stride);
-                        // SAFETY: the scales of this span of panel `p`, in bounds as said above.
-                        let mut scale = unsafe {
-                            if SCALED == scaled::TILES { isa.load_f32(at) } else { isa.exp2(isa.load_u8(at)) }
-                        };
-                        if SCALED == scaled::GROUPS {
-                            // 255 is infinite so far: times 0 it is NaN.
-                            scale = isa.mul_add(scale, isa.zero(), scale);
-                        }
-                        for r in 0..R {
-                            total[r][p] = isa.mul_add(sums[r][p], scale, total[r][p]);
+                    if I::TILES && ((j + 1) * L::OPERANDS * per_operand).is_multiple_of(CHAIN) {
+                        for (sums, chains) in sums.iter_mut().zip(&mut chains) {
+                            for (sum, chains) in sums.iter_mut().zip(chains) {
+                                *sum = isa.end_chains(*sum, *chains);
+                                *chains = [isa.zero(); 2];
+                            }
                         }
                     }
+                }
+                if record > 0 {
+                    // SAFETY: the scales of this span of P panels, in bounds as said above.
+                    unsafe { self.add_scaled(isa, &mut total, &sums, scale) };
                     scale = scale.wrapping_add(record);
                 } else {
                     total = sums;

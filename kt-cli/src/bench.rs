@@ -29,7 +29,7 @@ use self::record::{Line, Machine};
 use self::scheduling::Scheduling;
 use self::shape::{Formats, Shape, Shapes};
 use crate::limits::{Factors, Meter, READ_BYTES};
-use crate::options::RuntimeArgs;
+use crate::options::{RuntimeArgs, cache_text};
 use crate::system::System;
 
 /// Packed weights to rotate through by default: many times the caches of today's servers.
@@ -275,12 +275,13 @@ fn layer_count(layer_bytes: u64, asked_gib: Option<f64>, available_bytes: u64) -
 
 fn load(runtime: &Runtime, args: &BenchArgs, shape: &Shape, format: Format) -> anyhow::Result<(Experts, Fit)> {
     let one = runtime.plan(&shape.source(format, 1)?)?;
-    let layer_bytes = one.packed_bytes() + one.mapped_bytes();
+    let layer_bytes = one.packed_bytes() + one.copied_bytes() + one.mapped_bytes();
     let layers = layer_count(layer_bytes, args.memory_gib, one.available.bytes);
     eprintln!("{format}: loading {layers} layers of {} ...", human_bytes(layer_bytes));
     let start = Instant::now();
     let experts = runtime.load(&shape.source(format, layers)?)?;
     eprintln!("{format}: loaded in {:.1} s", start.elapsed().as_secs_f64());
+    eprint!("{}", cache_text(&format!("{format}: "), experts.packed_cache()));
     let fit = one.layers.into_iter().next().context("the plan of one layer has one layer")?.fit;
     Ok((experts, fit))
 }

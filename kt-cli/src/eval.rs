@@ -12,6 +12,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::host::{Cache, Model, Rows};
 use crate::model::{ModelArgs, memory_line, read_text, resident_bytes};
+use crate::observe::ObserveArgs;
 
 /// Measure how well a model predicts a text: negative log-likelihood, perplexity, bits per byte; or dump its logits.
 #[derive(Debug, clap::Args)]
@@ -33,6 +34,8 @@ pub struct EvalArgs {
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    observe: ObserveArgs,
 }
 
 /// How well a text was predicted.
@@ -148,7 +151,9 @@ pub fn run(args: EvalArgs) -> Result<()> {
         Some(file) => file.write(logits),
         None => Ok(()),
     })?;
-    let seconds = start.elapsed().as_secs_f64();
+    let time = start.elapsed();
+    let (seconds, stats) = (time.as_secs_f64(), model.experts().stats());
+    args.observe.save_heat_map(&model, &opened.name)?;
     if let Some(file) = file {
         file.finish()?;
     }
@@ -157,7 +162,7 @@ pub fn run(args: EvalArgs) -> Result<()> {
     let known = score.predicted > 0;
     if args.json {
         let number = |v: f64| if known { serde_json::json!(v) } else { serde_json::Value::Null };
-        let json = serde_json::json!({
+        let mut json = serde_json::json!({
             "tokens": score.tokens,
             "predicted": score.predicted,
             "window": args.window,
@@ -169,6 +174,9 @@ pub fn run(args: EvalArgs) -> Result<()> {
             "resident_bytes": resident_bytes().map(|r| r.0),
             "peak_resident_bytes": resident_bytes().map(|r| r.1),
         });
+        if args.observe.stats {
+            json["stats"] = stats.to_json();
+        }
         println!("{json:#}");
         return Ok(());
     }
@@ -181,6 +189,7 @@ pub fn run(args: EvalArgs) -> Result<()> {
         }
     }
     eprintln!("speed    {} tokens in {seconds:.2} s, {rate:.1} tokens/s", score.tokens);
+    eprint!("{}", args.observe.report("text", &stats, time));
     eprintln!("{}", memory_line());
     Ok(())
 }

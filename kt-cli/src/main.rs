@@ -17,6 +17,8 @@ enum Command {
     Doctor(kt_cli::doctor::DoctorArgs),
     Plan(kt_cli::plan::PlanArgs),
     Bench(kt_cli::bench::BenchArgs),
+    Convert(kt_cli::convert::ConvertArgs),
+    Verify(kt_cli::convert::VerifyArgs),
     #[cfg(feature = "plugins")]
     Plugins(kt_cli::plugins::PluginsArgs),
 }
@@ -28,6 +30,8 @@ fn main() -> std::process::ExitCode {
         Command::Doctor(args) => kt_cli::doctor::run(args),
         Command::Plan(args) => kt_cli::plan::run(args),
         Command::Bench(args) => kt_cli::bench::run(args),
+        Command::Convert(args) => kt_cli::convert::run(args),
+        Command::Verify(args) => kt_cli::convert::verify(args),
         #[cfg(feature = "plugins")]
         Command::Plugins(args) => kt_cli::plugins::run(args),
     };

@@ -15,7 +15,7 @@ use kt::source::safetensors::SafetensorsSource;
 use kt::{Format, Plan, Progress, Runtime, WeightSource};
 
 use crate::host::{Model, ModelConfig, Rows, Tokenizer};
-use crate::options::{RuntimeArgs, threads_text};
+use crate::options::{RuntimeArgs, cache_text, threads_text};
 
 /// Which model, and on what.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -42,7 +42,8 @@ pub struct Opened {
     pub config: ModelConfig,
     /// What will run it.
     pub runtime: Runtime,
-    name: String,
+    /// What the model is called in reports: its path.
+    pub name: String,
     stored_as: Option<Format>,
 }
 
@@ -113,10 +114,11 @@ impl Opened {
         }
         let progress: Arc<Progress> = Arc::default();
         let start = Instant::now();
-        let model = with_progress_bar(&progress, || {
+        let model = with_progress_bar("loading", &progress, || {
             Model::load(&self.runtime, &*self.source, &self.config, positions, rows, progress.clone())
         })?;
         eprintln!("loaded   in {:.2} s", start.elapsed().as_secs_f64());
+        eprint!("{}", cache_text("cache    ", model.packed_cache()));
         Ok(model)
     }
 
@@ -177,8 +179,8 @@ pub fn options_for(plan: &Plan) -> Vec<String> {
     plan.remedies.iter().filter_map(option).collect()
 }
 
-/// Runs `load`; when that takes longer than half a second, and somebody looks at stderr, a bar shows its progress.
-fn with_progress_bar<T>(progress: &Progress, load: impl FnOnce() -> T) -> T {
+/// Runs `load`; when that takes longer than half a second, and somebody looks at stderr, a bar shows its progress, speed and time left.
+pub(crate) fn with_progress_bar<T>(label: &str, progress: &Progress, load: impl FnOnce() -> T) -> T {
     if !std::io::stderr().is_terminal() {
         return load();
     }
@@ -189,9 +191,8 @@ fn with_progress_bar<T>(progress: &Progress, load: impl FnOnce() -> T) -> T {
                 return;
             }
             let bar = ProgressBar::new(progress.total_bytes());
-            if let Ok(style) =
-                ProgressStyle::with_template("loading  [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} {eta}")
-            {
+            let template = format!("{label:<8} [{{wide_bar}}] {{bytes}}/{{total_bytes}} {{bytes_per_sec}} {{eta}}");
+            if let Ok(style) = ProgressStyle::with_template(&template) {
                 bar.set_style(style.progress_chars("=> "));
             }
             while wait.recv_timeout(Duration::from_millis(100)) == Err(mpsc::RecvTimeoutError::Timeout) {

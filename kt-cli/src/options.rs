@@ -1,7 +1,9 @@
 //! Options that several commands share.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
+use kt::cpu::cache::CacheReport;
 use kt::cpu::memory::HugePages;
 use kt::cpu::team::{Pin, Team};
 use kt::cpu::tier::Tier;
@@ -51,6 +53,10 @@ pub struct RuntimeArgs {
     /// Use only this backend [default: the best for each layer].
     #[arg(long, value_name = "NAME")]
     pub backend: Option<String>,
+    /// The library of the backend blis, AOCL-DLP, AOCL-BLAS or BLIS, by its path or name [default: the first that is found].
+    #[cfg(feature = "blis")]
+    #[arg(long, value_name = "PATH")]
+    pub blis: Option<std::path::PathBuf>,
     /// Load the backend of this plugin too, or those of all plugins of this directory; may be given several times. Loading one runs its code.
     #[cfg(feature = "plugins")]
     #[arg(long, value_name = "PATH")]
@@ -61,6 +67,9 @@ pub struct RuntimeArgs {
     /// Most tokens that go through a layer of experts at once: fewer take less scratch, and read the experts more often [default: 1024].
     #[arg(long, value_name = "N")]
     pub pass_tokens: Option<usize>,
+    /// Keep packed experts in this directory: the first load writes them, later ones map them. May be deleted at any time.
+    #[arg(long, value_name = "DIR")]
+    pub packed_cache: Option<PathBuf>,
 }
 
 impl RuntimeArgs {
@@ -98,11 +107,24 @@ impl RuntimeArgs {
         if let Some(tier) = self.isa {
             builder = builder.max_tier(tier);
         }
+        if let Some(dir) = &self.packed_cache {
+            builder = builder.packed_cache(dir);
+        }
+        #[cfg(feature = "blis")]
+        if let Some(path) = &self.blis {
+            builder = builder.with_backend(kt::blis::backend_at(path, self.isa.unwrap_or(Tier::Amx))?);
+        }
         if let Some(tokens) = self.pass_tokens {
             builder = builder.pass_tokens(tokens);
         }
         builder.build()
     }
+}
+
+/// What the packed cache did for a load, each line behind `label`; nothing without one.
+pub fn cache_text(label: &str, report: Option<&CacheReport>) -> String {
+    let text = report.map(|report| report.to_string()).unwrap_or_default();
+    text.lines().map(|line| format!("{label}{line}\n")).collect()
 }
 
 /// `1 thread`, `2 threads`.

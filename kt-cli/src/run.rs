@@ -1,13 +1,14 @@
 //! `kt run`: continues a prompt.
 
 use std::io::Write;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
 use crate::host::text::TextStream;
 use crate::host::{Cache, Rows, Sampler};
 use crate::model::{ModelArgs, memory_line};
+use crate::observe::ObserveArgs;
 
 /// What the built-in model continues when it is not told otherwise.
 const DEFAULT_PROMPT: &str = "The ownership system in Rust";
@@ -44,6 +45,8 @@ pub struct RunArgs {
     /// Do not repeat the prompt in front of the text.
     #[arg(long)]
     no_echo: bool,
+    #[command(flatten)]
+    observe: ObserveArgs,
 }
 
 /// Runs the command.
@@ -76,7 +79,9 @@ pub fn run(args: RunArgs) -> Result<()> {
 
     let start = Instant::now();
     let mut logits = model.forward(&ids, &mut cache, Rows::Last)?;
-    let prefill = start.elapsed().as_secs_f64();
+    let prefill = start.elapsed();
+    let prefill_stats = model.experts().stats();
+    model.experts().reset_stats();
     let mut stream = TextStream::new(&tokenizer, &args.stop);
     let (mut generated, mut steps) = (0, 0);
     let start = Instant::now();
@@ -105,13 +110,18 @@ pub fn run(args: RunArgs) -> Result<()> {
     }
     writeln!(out)?;
     out.flush()?;
-    let decode = start.elapsed().as_secs_f64();
-    let rate = |tokens: usize, seconds: f64| tokens as f64 / seconds.max(1e-9);
-    eprintln!("prefill  {} tokens in {prefill:.3} s, {:.1} tokens/s", ids.len(), rate(ids.len(), prefill));
+    let decode = start.elapsed();
+    let speed = |tokens: usize, time: Duration| {
+        let seconds = time.as_secs_f64();
+        format!("{tokens} tokens in {seconds:.3} s, {:.1} tokens/s", tokens as f64 / seconds.max(1e-9))
+    };
+    eprintln!("prefill  {}", speed(ids.len(), prefill));
+    eprint!("{}", args.observe.report("prefill", &prefill_stats, prefill));
     if steps > 0 {
-        eprintln!("decode   {steps} tokens in {decode:.3} s, {:.1} tokens/s", rate(steps, decode));
+        eprintln!("decode   {}", speed(steps, decode));
+        eprint!("{}", args.observe.report("decode", &model.experts().stats(), decode));
     }
     eprintln!("ended    after {generated} tokens, by {ended}");
     eprintln!("{}", memory_line());
-    Ok(())
+    args.observe.save_heat_map(&model, &opened.name)
 }

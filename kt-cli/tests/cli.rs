@@ -55,11 +55,42 @@ fn errors_are_said_and_the_exit_code_tells() {
         (&["run", "--experts-as", "q17"][..], "q17"),
         (&["eval", "--ids", "1,2,99999"][..], "99999"),
         (&["eval"][..], "--text"),
+        (&["run", "--heatmap", "hot.jpg"][..], ".png"),
+        (&["eval", "--ids", "1,2", "--heatmap", "/nonexistent/hot.png"][..], "/nonexistent/hot.png"),
     ] {
         let output = kt(args);
         assert!(!output.status.success(), "{args:?} succeeded");
         assert!(output.stdout.is_empty() && text(&output.stderr).contains(word), "{args:?}: {}", text(&output.stderr));
     }
+}
+
+#[test]
+fn the_work_of_experts_is_told_and_drawn() {
+    let dir = std::env::temp_dir().join(format!("kt-heat-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).unwrap();
+    let (json, png) = (dir.join("hot.json"), dir.join("hot.png"));
+    let args = ["run", "--max-tokens", "9", "--ignore-eos", "--stats", "--heatmap", json.to_str().unwrap()];
+    let (_, err) = ok(&args);
+    for word in ["prefill: layers of experts took", "decode: layers of experts took", "kernels", "GB/s", "hot.json"] {
+        assert!(err.contains(word), "no {word:?} in {err}");
+    }
+    // 9 tokens take 8 steps behind the prompt, in each of 4 layers, with 2 of 8 experts.
+    let all = err.lines().filter(|l| l.starts_with("stats    all")).nth(1).unwrap();
+    assert_eq!(all.split_whitespace().skip(2).take(3).collect::<Vec<_>>(), ["32", "32", "64"], "{err}");
+    let map = kt::HeatMap::load(&json).unwrap();
+    assert_eq!(
+        map.layers().iter().map(|l| (l.layer, l.counts.len())).collect::<Vec<_>>(),
+        [0, 1, 2, 3].map(|l| (l, 8))
+    );
+    assert!(map.tokens() > 8 && map.total() == map.tokens() * 4 * 2, "{map:?}");
+
+    let (out, err) = ok(&["eval", "--ids", "462,1049,387", "--stats", "--json", "--heatmap", png.to_str().unwrap()]);
+    let out: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((&out["stats"]["total"]["tokens"], &out["stats"]["layers"][3]["rows"]), (&12.into(), &6.into()));
+    let picture = std::fs::read(&png).unwrap();
+    assert!(picture.starts_with(b"\x89PNG") && err.contains("hot.png"), "{err}");
+    assert!(!ok(&["run", "--max-tokens", "1"]).1.contains("stats"), "not asked for");
+    std::fs::remove_dir_all(&dir).unwrap();
 }
 
 #[test]

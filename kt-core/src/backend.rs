@@ -4,6 +4,7 @@
 //! [`load`](Backend::load) the layer's experts into an [`ExpertBank`]. At each step the scheduler hands every bank its share of
 //! the batch as [`Work`]. A backend never sees files, placement or top-k arrays.
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -15,6 +16,7 @@ use crate::error::{Error, Result, Unsupported};
 use crate::format::{Format, Matrix};
 use crate::layer::LayerSpec;
 use crate::pending::Pending;
+use crate::plan::human_bytes;
 use crate::plugin::guest::HostLoad;
 use crate::source::WeightSource;
 use crate::work::Work;
@@ -67,6 +69,11 @@ pub struct Residence {
 }
 
 impl Residence {
+    /// Whether some of it is not where it was meant to be, or was not bound there.
+    pub fn is_astray(&self) -> bool {
+        self.unbound.is_some() || self.nodes.iter().any(|&(node, share)| node != self.node && share > 0.01)
+    }
+
     /// Counts `other`, meant for the same node, in.
     pub(crate) fn add(&mut self, other: &Residence) {
         let all = (self.bytes + other.bytes).max(1) as f64;
@@ -96,6 +103,22 @@ pub struct Progress {
     cancelled: AtomicBool,
     /// In a plugin: the host's side of the load.
     pub(crate) host: Option<Arc<HostLoad>>,
+}
+
+impl fmt::Display for Residence {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "weights for node {}: {}", self.node, human_bytes(self.bytes))?;
+        for (node, share) in &self.nodes {
+            write!(f, ", {:.0} % on node {node}", share * 100.0)?;
+        }
+        if let Some(huge) = self.huge {
+            write!(f, ", {:.0} % in huge pages", huge * 100.0)?;
+        }
+        match &self.unbound {
+            Some(why) => write!(f, "; not bound: {why}"),
+            None => Ok(()),
+        }
+    }
 }
 
 impl Progress {

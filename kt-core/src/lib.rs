@@ -10,6 +10,7 @@
 pub mod activation;
 pub mod backend;
 pub mod batch;
+pub mod convert;
 pub mod cpu;
 pub mod error;
 pub mod format;

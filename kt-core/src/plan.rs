@@ -51,6 +51,8 @@ pub struct LayerPlan {
     pub token_bytes: u64,
     /// Of `fit.mapped_bytes`, those that the source does not have in that form: it makes them while loading, on the heap.
     pub copied_bytes: u64,
+    /// Biases, as F32 in memory.
+    pub bias_bytes: u64,
     /// The backend chosen.
     pub backend: String,
     /// Its fit.
@@ -167,8 +169,11 @@ pub struct Plan {
     pub available: Available,
     /// All limits known, the lowest first.
     pub limits: Vec<Available>,
-    /// NUMA nodes, with the bytes on each.
+    /// NUMA nodes that weights are divided over, with the bytes of packed experts on each (to within a few panels). With one node, all that
+    /// is resident.
     pub nodes: Vec<(usize, u64)>,
+    /// What threads, nodes and instruction sets are not used, and why.
+    pub notes: Vec<String>,
     /// What would give a better verdict, where there is one; an [`ExpertsAs`](Change::ExpertsAs) that does not is the smallest there is.
     pub remedies: Vec<Remedy>,
 }
@@ -179,9 +184,9 @@ impl Plan {
         self.layers.iter().map(|l| l.fit.packed_bytes).sum()
     }
 
-    /// Experts used as the source makes them while loading: re-encoded, or turned into rows. In memory of their own.
+    /// What the source makes while loading, in memory of its own: experts re-encoded or turned into rows, and biases.
     pub fn copied_bytes(&self) -> u64 {
-        self.layers.iter().map(|l| l.copied_bytes).sum()
+        self.layers.iter().map(|l| l.copied_bytes + l.bias_bytes).sum()
     }
 
     /// Experts used in place from the checkpoint's map: page cache, shared with other processes.
@@ -293,7 +298,7 @@ impl Plan {
                     "how": l.fit.how,
                     "stored_bytes": l.stored_bytes,
                     "packed_bytes": l.fit.packed_bytes,
-                    "copied_bytes": l.copied_bytes,
+                    "copied_bytes": l.copied_bytes + l.bias_bytes,
                     "mapped_bytes": l.fit.mapped_bytes.saturating_sub(l.copied_bytes),
                     "token_bytes": l.token_bytes,
                     "declined": l.declined.iter().map(|(b, r)| serde_json::json!({"backend": b, "reason": r})).collect::<Vec<_>>(),
@@ -334,6 +339,7 @@ impl Plan {
             "available_from": self.available.from,
             "limits": self.limits.iter().map(limit).collect::<Vec<_>>(),
             "nodes": self.nodes.iter().map(|(node, bytes)| serde_json::json!({"node": node, "bytes": bytes})).collect::<Vec<_>>(),
+            "notes": self.notes,
             "layers": layers,
         })
     }
@@ -365,6 +371,9 @@ impl Plan {
                 text += &format!("  not {backend}: {reason}\n");
             }
         }
+        for note in &self.notes {
+            text += &format!("note: {note}\n");
+        }
         text
     }
 }
@@ -390,7 +399,7 @@ impl fmt::Display for Plan {
         for (l, n) in self.runs() {
             let layers = if n == 1 { l.index.to_string() } else { format!("{}-{}", l.index, l.index + n - 1) };
             let backend = format!("{} ({})", l.backend, l.fit.tier);
-            let own = (l.fit.packed_bytes + l.copied_bytes) * n as u64;
+            let own = (l.fit.packed_bytes + l.copied_bytes + l.bias_bytes) * n as u64;
             let mapped = l.fit.mapped_bytes.saturating_sub(l.copied_bytes) * n as u64;
             writeln!(
                 f,
@@ -404,7 +413,7 @@ impl fmt::Display for Plan {
         let mut line = |label: &str, bytes: u64| writeln!(f, "{label:<68} {:>11}", human_bytes(bytes));
         line("experts, packed in memory", self.packed_bytes())?;
         if self.copied_bytes() > 0 {
-            line("experts, in memory as re-encoded or turned while loading", self.copied_bytes())?;
+            line("experts, in memory as made while loading", self.copied_bytes())?;
         }
         line("experts, in place from the file (page cache)", self.mapped_bytes())?;
         line("while experts are loaded, given back after", self.load_bytes)?;
@@ -420,7 +429,7 @@ impl fmt::Display for Plan {
         line("resident in all, with what this process holds already", self.resident_bytes())?;
         if self.nodes.len() > 1 {
             for (node, bytes) in &self.nodes {
-                line(&format!("of that, on NUMA node {node}"), *bytes)?;
+                line(&format!("of packed experts, on NUMA node {node}"), *bytes)?;
             }
         }
         line("read per token, of experts", self.expert_token_bytes())?;

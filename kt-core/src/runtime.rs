@@ -16,7 +16,9 @@ use crate::format::{Format, Group, Matrix};
 use crate::heat::{HeatMap, LayerHeat};
 use crate::layer::{LayerSpec, Proj};
 use crate::pending::{Pending, contain};
-use crate::plan::{Available, Change, Extra, LayerPlan, Plan, Remedy, Verdict, held_memory, memory_limits};
+use crate::plan::{
+    Available, Change, Extra, LayerPlan, Plan, Remedy, Verdict, held_memory, human_bytes, memory_limits,
+};
 use crate::scheduler::{self, Home, Share};
 use crate::source::{Reads, WeightSource};
 use crate::stats::{LayerStats, Stats, Usage};
@@ -185,8 +187,12 @@ impl RuntimeBuilder {
             (None, Some(threads)) => Team::builder().threads(threads).build()?,
             (None, None) => Team::builder().build()?,
         };
+        for note in team.notes() {
+            tracing::warn!("{note}");
+        }
         Ok(Runtime {
             team,
+            max_tier: self.max_tier,
             huge_pages: self.huge_pages,
             candidates,
             memory_limit: self.memory_limit,
@@ -199,6 +205,7 @@ impl RuntimeBuilder {
 /// Backends and threads. Several may live in one process.
 pub struct Runtime {
     team: Arc<Team>,
+    max_tier: Tier,
     huge_pages: HugePages,
     candidates: Vec<Candidate>,
     memory_limit: Option<u64>,
@@ -271,6 +278,19 @@ impl Runtime {
     /// Threads of the team, the caller's counted.
     pub fn threads(&self) -> usize {
         self.team.threads()
+    }
+
+    /// What it does not use of this machine, and why: CPUs, nodes, bindings, and tiers by its own limit.
+    pub fn notes(&self) -> Vec<String> {
+        let mut notes = self.team.notes().to_vec();
+        let best = Tier::detect(Tier::Amx);
+        if self.max_tier < best {
+            notes.push(format!(
+                "instruction sets above {} are not used, by request; this CPU has {best}",
+                self.max_tier
+            ));
+        }
+        notes
     }
 
     /// The threads it computes with.
@@ -355,12 +375,13 @@ impl Runtime {
     ) -> Result<Plan> {
         // Elsewhere packed experts are copied out of the cache, to the memory of their nodes.
         let cache = cache.filter(|_| !self.team.wants_memory_near());
-        let layers = self.plan_layers(source.layers(), cache, |layer, proj| source.reads(layer, proj))?;
+        let layers = self.plan_layers(source.layers(), cache, |i, proj| source.reads(&source.layers()[i], proj))?;
         let limits = match self.memory_limit {
             Some(bytes) => vec![Available::limited(bytes)],
             None => memory_limits(),
         };
         let tokens = options.batch_tokens.unwrap_or(self.pass_tokens).min(self.pass_tokens);
+        let (scratch_per_token, load_per_thread) = (layers.scratch_bytes_per_token, layers.load_bytes_per_thread);
         let mut plan = Plan {
             scratch_bytes: layers.scratch_bytes(tokens, self.threads()),
             load_bytes: layers.load_bytes_per_thread * self.threads() as u64,
@@ -370,23 +391,39 @@ impl Runtime {
             available: limits[0].clone(),
             limits,
             nodes: Vec::new(),
+            notes: self.notes(),
             remedies: Vec::new(),
         };
-        plan.nodes = vec![(0, plan.resident_bytes())];
+        plan.nodes = match self.team.shares() {
+            [one] => vec![(one.node, plan.resident_bytes())],
+            shares => {
+                let (packed, threads) = (u128::from(plan.packed_bytes()), self.threads().max(1) as u128);
+                shares.iter().map(|s| (s.node, (packed * s.threads as u128 / threads) as u64)).collect()
+            }
+        };
+        for &(node, bytes) in plan.nodes.iter().filter(|_| self.team.shares().len() > 1) {
+            let has = self.team.topology().nodes().iter().find(|n| n.index == node).map_or(0, |n| n.total_bytes);
+            if has > 0 && bytes > has {
+                plan.notes.push(format!(
+                    "node {node}: {} of weights are meant for it and it has {}: the rest will lie on other nodes",
+                    human_bytes(bytes),
+                    human_bytes(has)
+                ));
+            }
+        }
         if plan.verdict() != Verdict::Fits {
             self.offer_formats(&mut plan, source, tokens);
-            let per_token = layers.scratch_bytes_per_token;
-            let scratch =
-                |tokens, threads| Plan { scratch_bytes: scratch_bytes(per_token, tokens, threads), ..plan.clone() };
+            let with = |tokens, threads| Plan {
+                scratch_bytes: scratch_bytes(scratch_per_token, tokens, threads),
+                load_bytes: load_per_thread * threads as u64,
+                ..plan.clone()
+            };
             let better = |p: &Plan| p.verdict() < plan.verdict();
-            let passes = largest(tokens, |n| better(&scratch(n, self.threads())));
-            let threads = largest(self.threads(), |n| {
-                let loading = layers.load_bytes_per_thread * n as u64;
-                better(&Plan { load_bytes: loading, ..scratch(tokens, n) })
-            });
+            let passes = largest(tokens, |n| better(&with(n, self.threads())));
+            let threads = largest(self.threads(), |n| better(&with(tokens, n)));
             let offers = [
-                passes.map(|n| (Change::PassTokens(n), scratch(n, self.threads()))),
-                threads.map(|n| (Change::Threads(n), scratch(tokens, n))),
+                passes.map(|n| (Change::PassTokens(n), with(n, self.threads()))),
+                threads.map(|n| (Change::Threads(n), with(tokens, n))),
             ];
             for (change, other) in offers.into_iter().flatten() {
                 plan.offer(change, other.need_bytes(), other.verdict());
@@ -400,24 +437,27 @@ impl Runtime {
         &self,
         specs: &[LayerSpec],
         cache: Option<&PackedCache>,
-        reads: impl Fn(&LayerSpec, Proj) -> Reads,
+        // Of the layer at this place among `specs`.
+        reads: impl Fn(usize, Proj) -> Reads,
     ) -> Result<LayerPlans> {
         let mut all = LayerPlans::default();
-        for layer in specs {
+        for (i, layer) in specs.iter().enumerate() {
             let Choice { backend, mut fit, declined } = self.choose_for(layer)?;
             let experts: Vec<u32> = (0..layer.experts as u32).collect();
-            let cached = cache.is_some_and(|cache| backend.is_cached(layer, &experts, cache));
-            if cached {
+            // What is used in place is read, and made, as ever.
+            let mut reads = Proj::ALL.map(|proj| reads(i, proj));
+            let used_in_place = fit.mapped_bytes;
+            if cache.is_some_and(|cache| backend.is_cached(layer, &experts, cache)) {
+                if fit.mapped_bytes == 0 {
+                    reads = [Reads::default(); 3];
+                }
                 fit.mapped_bytes += std::mem::take(&mut fit.packed_bytes);
                 fit.how += "; from the packed cache";
             }
-            let reads = match cached {
-                true => [Reads::default(); 3],
-                false => Proj::ALL.map(|proj| reads(layer, proj)),
-            };
             // Sums are of one expert.
             let copied: u64 = reads.iter().map(|r| r.copied_bytes).sum();
             let read: u64 = reads.iter().map(|r| r.mapped_bytes).sum();
+            let biases: u64 = Proj::ALL.iter().map(|&p| layer.shape(p).0 as u64 * 4).sum();
             let in_place = fit.packed_bytes == 0 && copied == 0;
             let one_copy = reads.iter().map(|r| r.copied_bytes).max().unwrap_or(0);
             let loading = match (in_place, fit.packed_bytes) {
@@ -437,7 +477,8 @@ impl Runtime {
                 format: layer.format_label(),
                 stored_bytes: layer.expert_bytes() * layer.experts as u64,
                 token_bytes: (fit.packed_bytes + fit.mapped_bytes) / layer.experts.max(1) as u64 * layer.top_k as u64,
-                copied_bytes: fit.mapped_bytes.min(copied * layer.experts as u64),
+                copied_bytes: used_in_place.min(copied * layer.experts as u64),
+                bias_bytes: if layer.biases { biases * layer.experts as u64 } else { 0 },
                 backend: backend.name().into(),
                 fit,
                 declined,
@@ -458,15 +499,13 @@ impl Runtime {
                     fits.then(|| LayerSpec { formats: [format; 3], ..layer.clone() })
                 })
                 .collect();
-            let reads = |layer: &LayerSpec, proj| {
+            let reads = |i: usize, proj| {
+                let layer = &source.layers()[i];
                 let (rows, cols) = layer.shape(proj);
-                let stored = source.layers().iter().find(|l| l.index == layer.index);
-                match stored.map(|l| (source.reads(l, proj), l.format(proj))) {
-                    Some((reads, own)) if own == format => reads,
-                    own => Reads {
-                        mapped_bytes: own.map_or(0, |(reads, _)| reads.mapped_bytes),
-                        copied_bytes: format.stored_bytes(rows, cols),
-                    },
+                let own = source.reads(layer, proj);
+                match layer.format(proj) == format {
+                    true => own,
+                    false => Reads { copied_bytes: format.stored_bytes(rows, cols), ..own },
                 }
             };
             let Some(layers) = specs.and_then(|specs| self.plan_layers(&specs, None, reads).ok()) else { continue };
@@ -566,7 +605,11 @@ impl Runtime {
                 "packed cache"
             );
         }
-        Ok(Experts { layers: layers.into_iter().map(Arc::new).collect(), cache })
+        let experts = Experts { layers: layers.into_iter().map(Arc::new).collect(), cache };
+        for residence in experts.residence().iter().filter(|r| r.is_astray()) {
+            tracing::warn!("{residence}");
+        }
+        Ok(experts)
     }
 
     /// Packs one matrix outside of experts, for a host's dense layers.
@@ -953,10 +996,10 @@ mod tests {
             // The second says that it computed for longer than anybody waited for it.
             banks: vec![bank(1.0, Duration::from_millis(2), 10, &[1, 2]), bank(8.0, hour, 1000, &[0, 3])],
             pass_tokens: 8,
-            team: Team::new(1).unwrap(),
+            team: Team::builder().threads(1).build().unwrap(),
             observed: Mutex::new(Observed { counts: vec![0; 4], ..Observed::default() }),
         };
-        let experts = Experts { layers: vec![Arc::new(layer)] };
+        let experts = Experts { layers: vec![Arc::new(layer)], cache: None };
         let mut batch = Batch::new(3, vec![0.0; 6], vec![3, 0, 3, 1, 1, -1], vec![1.0; 6]).unwrap();
         experts.layers[0].forward(&mut batch).unwrap();
         assert_eq!(batch.output(), [16.0, 0.0, 9.0, 0.0, 1.0, 0.0]);

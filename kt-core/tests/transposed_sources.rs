@@ -219,6 +219,11 @@ fn check(source: &SafetensorsSource, matrices: &[Quantized], format: impl Fn(Gro
         assert!((by_name.format(), by_name.decode()) == (m.format(), q.values()), "{what}, by name");
         let (_, name) = source.tensor_name(0, expert, proj);
         assert!(name.ends_with(".qweight") || name.ends_with(".weight_packed") || name.ends_with(".weight"), "{name}");
+        // Words are as kernels read them; what is turned, or has signs that are not, is copied.
+        let reads = source.reads(&source.layers()[0], proj);
+        let copied = if name.ends_with(".weight_packed") { 0 } else { m.format().stored_bytes(q.rows, q.cols) };
+        assert_eq!(reads.copied_bytes, copied, "{what}, {name}");
+        assert!(reads.mapped_bytes >= m.codes().len() as u64, "{what}, {name}");
         source.release(0, expert);
     }
 }

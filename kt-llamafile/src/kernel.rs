@@ -106,8 +106,8 @@ fn in_place(format: Format) -> bool {
     )
 }
 
-/// A product of blocks.
-struct OfBlocks<'a>(Product<'a>);
+/// A product of blocks, for what runs jobs: weights as [`Llamafile`] packs them, or in place, with inputs as it wants them.
+pub struct OfBlocks<'a>(pub Product<'a>);
 
 impl Job for OfBlocks<'_> {
     fn go<I: Isa>(self, isa: I) {

@@ -403,7 +403,7 @@ mod tests {
     fn packed(matrix: &Matrix) -> Vec<u8> {
         let panel = Layout::new(matrix.format(), matrix.cols()).panel_bytes();
         let mut out = vec![0; matrix.rows().div_ceil(PANEL) * panel];
-        pack(matrix, &mut out);
+        pack(matrix, 0..matrix.rows(), &mut out);
         out
     }
 
@@ -544,8 +544,8 @@ mod tests {
         for format in FORMATS {
             let layout = Layout::new(format, 0);
             assert_eq!((layout.blocks, layout.panel_bytes()), (0, 0), "{format}");
-            pack(&random_matrix(format, 0, format.block_cols(), 1), &mut []);
-            pack(&random_matrix(format, 5, 0, 1), &mut []);
+            pack(&random_matrix(format, 0, format.block_cols(), 1), 0..0, &mut []);
+            pack(&random_matrix(format, 5, 0, 1), 0..5, &mut []);
         }
     }
 

@@ -22,7 +22,7 @@ use kt_core::cpu::tier::Tier;
 use kt_core::{Backend, Unsupported};
 
 #[cfg(target_arch = "x86_64")]
-pub use kernel::Llamafile;
+pub use kernel::{Llamafile, OfBlocks};
 
 /// The backend `llamafile`, with the best instructions of this CPU up to `cap`.
 ///

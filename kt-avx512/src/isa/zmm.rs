@@ -4,7 +4,11 @@
 
 use std::arch::x86_64::*;
 
-use super::{Bits, FP8_UP, Grid, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, ops, run_with, same_code, sum8, token};
+use super::{
+    Bits, FP8_UP, Grid, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, ops, run_with, same_code, stream_rows, sum8,
+    token,
+};
+use crate::tiled::{TileProduct, TileUnit};
 
 token!(
     /// AVX-512 F, BW, VL, DQ.
@@ -473,50 +477,141 @@ unsafe impl Isa for Vnni {
     widened_bf16!();
 }
 
+/// The bf16 path by BF16 instructions.
+macro_rules! bf16_pairs {
+    () => {
+        type Pair = __m512i;
+        const INPUT_BYTES: usize = 2;
+        const FP8_UP: f32 = 1.0;
+
+        #[inline(always)]
+        unsafe fn load_pair(self, p: *const u8) -> __m512i {
+            // SAFETY: the caller promises 4 bytes.
+            unsafe { self.load_dword(p) }
+        }
+
+        #[inline(always)]
+        fn fp8_table(self) -> [__m512i; 4] {
+            let [a, b, c, d] = &FP8_BYTES;
+            // SAFETY: each table is 64 bytes long.
+            unsafe { [self.load(a.as_ptr()), self.load(b.as_ptr()), self.load(c.as_ptr()), self.load(d.as_ptr())] }
+        }
+
+        ops! {
+            // The vector types differ in name only.
+            fn dot_bf16(self, acc: __m512, w: __m512i, x: __m512i) -> __m512 {
+                _mm512_dpbf16_ps(
+                    acc,
+                    std::mem::transmute::<__m512i, __m512bh>(w),
+                    std::mem::transmute::<__m512i, __m512bh>(x),
+                )
+            }
+            // An index has 7 bits: the whole table. Bit 7, the sign, is or-ed into the high byte: 0xf8 = a | (b & c).
+            fn fp8_to_bf16(self, table: [__m512i; 4], codes: __m512i) -> [__m512i; 2] {{
+                let low = _mm512_permutex2var_epi8(table[0], codes, table[1]);
+                let high = _mm512_permutex2var_epi8(table[2], codes, table[3]);
+                let high = _mm512_ternarylogic_epi32::<0xf8>(high, codes, _mm512_set1_epi8(-128));
+                [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
+            }}
+            // `vdpbf16ps` takes subnormal numbers for zero.
+            fn fp8_shifted(self, codes: __m512i) -> [__m512i; 2] { self.fp8_to_bf16(self.fp8_table(), codes) }
+            fn pair_up(self, x: __m512i) -> __m512i { x }
+            fn dot_up(self, acc: __m512, w: __m512i, x: __m512i) -> __m512 { self.dot_bf16(acc, w, x) }
+        }
+    };
+}
+
 // SAFETY: `Bf16::new` asks for the features that `run` enables.
 unsafe impl Isa for Bf16 {
     run_with!("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,avx512vnni,avx512bf16,avx512vbmi");
     same_code!(int8: Vnni, bf16: Bf16, f32: Plain);
     common!();
     bytes_by_vnni!();
+    bf16_pairs!();
+}
 
-    type Pair = __m512i;
-    const INPUT_BYTES: usize = 2;
-    const FP8_UP: f32 = 1.0;
+/// AVX-512 with BF16, and a tile unit for products of many rows. A value proves both.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tiled<U> {
+    unit: U,
+    stream_rows: usize,
+}
+
+impl<U: TileUnit> Tiled<U> {
+    /// Of a CPU with the instructions of tier `avx512bf16`: bf16 products of up to `rows` rows stream, 8 at most.
+    ///
+    /// # Safety
+    /// The CPU must have them.
+    pub(crate) unsafe fn new(unit: U, rows: usize) -> Self {
+        Tiled { unit, stream_rows: rows.min(stream_rows(true)) }
+    }
+}
+
+/// The first and the second of two BF16 numbers in a dword.
+const FIRST: i32 = 0x0000_ffff;
+const SECOND: i32 = !FIRST;
+
+// SAFETY: `Tiled::new` asks for the features that `run` enables.
+unsafe impl<U: TileUnit> Isa for Tiled<U> {
+    run_with!("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,avx512vnni,avx512bf16,avx512vbmi");
+    common!();
+    bytes_by_vnni!();
+    bf16_pairs!();
+
+    type ForInt8 = Self;
+    type ForBf16 = Self;
+    type ForF32 = Plain;
+    const TILES: bool = true;
 
     #[inline(always)]
-    unsafe fn load_pair(self, p: *const u8) -> __m512i {
-        // SAFETY: the caller promises 4 bytes.
-        unsafe { self.load_dword(p) }
+    fn for_int8(self) -> Self {
+        self
     }
 
     #[inline(always)]
-    fn fp8_table(self) -> [__m512i; 4] {
-        let [a, b, c, d] = &FP8_BYTES;
-        // SAFETY: each table is 64 bytes long.
-        unsafe { [self.load(a.as_ptr()), self.load(b.as_ptr()), self.load(c.as_ptr()), self.load(d.as_ptr())] }
+    fn for_bf16(self) -> Self {
+        self
+    }
+
+    #[inline(always)]
+    fn for_f32(self) -> Plain {
+        Plain(())
+    }
+
+    #[inline(always)]
+    fn stream_rows(self) -> usize {
+        self.stream_rows
+    }
+
+    #[inline(always)]
+    unsafe fn multiply_tiles(self, product: &TileProduct) {
+        // SAFETY: by the caller's promise.
+        unsafe { self.unit.multiply(product) }
     }
 
     ops! {
-        // The vector types differ in name only.
-        fn dot_bf16(self, acc: __m512, w: __m512i, x: __m512i) -> __m512 {
-            _mm512_dpbf16_ps(
-                acc,
-                std::mem::transmute::<__m512i, __m512bh>(w),
-                std::mem::transmute::<__m512i, __m512bh>(x),
-            )
-        }
-        // An index has 7 bits: the whole table. Bit 7, the sign, is or-ed into the high byte: 0xf8 = a | (b & c).
-        fn fp8_to_bf16(self, table: [__m512i; 4], codes: __m512i) -> [__m512i; 2] {{
-            let low = _mm512_permutex2var_epi8(table[0], codes, table[1]);
-            let high = _mm512_permutex2var_epi8(table[2], codes, table[3]);
-            let high = _mm512_ternarylogic_epi32::<0xf8>(high, codes, _mm512_set1_epi8(-128));
-            [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
+        // Inputs are masked and not weights: an infinite input times 0 would be NaN in the other sum too. A product of zeros adds nothing.
+        fn dot_chains(self, acc: [__m512; 2], w: __m512i, x: __m512i) -> [__m512; 2] {{
+            let first = _mm512_and_si512(x, _mm512_set1_epi32(FIRST));
+            let second = _mm512_and_si512(x, _mm512_set1_epi32(SECOND));
+            [self.dot_bf16(acc[0], w, first), self.dot_bf16(acc[1], w, second)]
         }}
-        // `vdpbf16ps` takes subnormal numbers for zero.
-        fn fp8_shifted(self, codes: __m512i) -> [__m512i; 2] { self.fp8_to_bf16(self.fp8_table(), codes) }
-        fn pair_up(self, x: __m512i) -> __m512i { x }
-        fn dot_up(self, acc: __m512, w: __m512i, x: __m512i) -> __m512 { self.dot_bf16(acc, w, x) }
+        fn end_chains(self, sum: __m512, chains: [__m512; 2]) -> __m512 {
+            flush(_mm512_add_ps(sum, flush(_mm512_add_ps(chains[0], chains[1]))))
+        }
+    }
+}
+
+/// Subnormal numbers as zeros of their sign, which is what BF16 and tile instructions make of them.
+///
+/// # Safety
+/// The CPU has AVX-512 F and DQ.
+#[inline(always)]
+unsafe fn flush(v: __m512) -> __m512 {
+    // SAFETY: the instructions by the caller's promise; registers only.
+    unsafe {
+        let tiny = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(_mm512_abs_ps(v), _mm512_set1_ps(f32::MIN_POSITIVE));
+        _mm512_mask_and_ps(v, tiny, v, _mm512_set1_ps(-0.0))
     }
 }
 

@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
+use kt::cpu::cache::CacheReport;
 use kt::plan::{Change, Extra, Kind as MemoryKind, Verdict};
-use kt::{Batch, LayerExperts, Linear, LoadOptions, Matrix, Plan, Progress, Routing, Runtime, WeightSource};
+use kt::{Batch, Experts, LayerExperts, Linear, LoadOptions, Matrix, Plan, Progress, Routing, Runtime, WeightSource};
 
 use super::attention::{Attention, SCORES};
 use super::config::{Attention as Kind, ModelConfig};
@@ -24,6 +25,7 @@ pub struct Model {
     path: PathBuf,
     embedding: Matrix,
     layers: Vec<Layer>,
+    experts: Experts,
     norm: Tensor,
     head: Linear,
     rotary: Rotary,
@@ -224,6 +226,7 @@ impl Model {
         let head = dense.head(embedding.rows())?;
         Ok(Model {
             layers,
+            experts,
             norm: dense.last_norm()?,
             head,
             rotary: Rotary::new(&config.rope),
@@ -233,9 +236,19 @@ impl Model {
         })
     }
 
+    /// What the packed cache did for this load, where the runtime has one.
+    pub fn packed_cache(&self) -> Option<&CacheReport> {
+        self.experts.packed_cache()
+    }
+
     /// The model's shape.
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// Its routed experts, for what they tell of their work.
+    pub fn experts(&self) -> &Experts {
+        &self.experts
     }
 
     /// Entries of the vocabulary: columns of the logits.

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
+use kt::source::cutting;
 use kt::source::metadata::Value;
 use kt::{Metadata, WeightSource};
 use tokenizers::decoders::byte_level::ByteLevel;
@@ -20,38 +21,6 @@ pub struct Tokenizer {
     /// Put in front of a prompt, where a GGUF file asks for it (`tokenizer.json` says so itself).
     first: Option<u32>,
 }
-
-/// How a GGUF file's `tokenizer.ggml.pre` cuts text before merging: public patterns of the models it is named after.
-struct Cutting {
-    pre: &'static [&'static str],
-    patterns: &'static [&'static str],
-    /// Composes characters first.
-    nfc: bool,
-}
-
-const CUTTINGS: &[Cutting] = &[
-    Cutting {
-        pre: &["gpt-2"],
-        patterns: &[r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"],
-        nfc: false,
-    },
-    Cutting {
-        pre: &["qwen2"],
-        patterns: &[
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        ],
-        nfc: true,
-    },
-    Cutting {
-        pre: &["deepseek-v3"],
-        patterns: &[
-            r"\p{N}{1,3}",
-            r"[\x{4e00}-\x{9fa5}\x{3040}-\x{309f}\x{30a0}-\x{30ff}]+",
-            r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##,
-        ],
-        nfc: false,
-    },
-];
 
 impl Tokenizer {
     /// The tokenizer that belongs to a checkpoint.
@@ -135,8 +104,8 @@ fn from_gguf(map: &BTreeMap<String, Value>) -> Result<Tokenizer> {
         ),
     }
     let pre = text("tokenizer.ggml.pre").unwrap_or("missing");
-    let cutting = CUTTINGS.iter().find(|c| c.pre.contains(&pre)).with_context(|| {
-        let known: Vec<_> = CUTTINGS.iter().flat_map(|c| c.pre).copied().collect();
+    let cutting = cutting::named(pre).with_context(|| {
+        let known: Vec<_> = cutting::ALL.iter().flat_map(|c| c.pre).copied().collect();
         format!(
             "key `tokenizer.ggml.pre` is `{pre}`; supported are {}: give the model's tokenizer.json with --tokenizer FILE",
             known.join(", ")
@@ -220,7 +189,7 @@ mod tests {
 
     #[test]
     fn every_known_cutting_keeps_the_text() {
-        for cutting in CUTTINGS {
+        for cutting in cutting::ALL {
             for pre in cutting.pre {
                 let mut map = gguf();
                 map.insert("tokenizer.ggml.pre".into(), Value::String(pre.to_string()));

@@ -1,6 +1,7 @@
 //! Models and reference outputs for the tests.
 #![allow(dead_code)] // each test program uses its part
 
+pub mod cgroup;
 pub mod gguf;
 pub mod written;
 

@@ -25,12 +25,16 @@ const KV_HEADS: usize = 2;
 const HEAD_DIM: usize = 64;
 
 impl Shape {
-    /// Every token goes through all experts; as many layers as it takes for experts of `format` to fill `gib`.
+    /// Every token goes through all experts; as many layers as it takes for experts of `format` to fill `gib`, one at least.
     pub fn filling(gib: f64, format: Format) -> Shape {
         let shape = Shape { hidden: 1024, intermediate: 1024, experts: 16, top_k: 16, layers: 1, vocabulary: 1280 };
-        let layer: u64 = Proj::ALL.iter().map(|&p| shape.matrix(format, p).byte_len() * shape.experts as u64).sum();
-        let layers = (gib * (1u64 << 30) as f64 / layer as f64).ceil() as usize;
-        Shape { layers, ..shape }
+        let layers = (gib * (1u64 << 30) as f64 / shape.layer_bytes(format) as f64).ceil() as usize;
+        Shape { layers: layers.max(1), ..shape }
+    }
+
+    /// Bytes of a layer's experts.
+    pub fn layer_bytes(&self, format: Format) -> u64 {
+        Proj::ALL.iter().map(|&p| self.matrix(format, p).byte_len() * self.experts as u64).sum()
     }
 
     /// One projection of an expert.

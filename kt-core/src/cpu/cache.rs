@@ -18,6 +18,7 @@
 //! A directory may be shared by processes, and be deleted at any time. It must be trusted as the checkpoint is: the checksum finds
 //! damage, not forgery.
 
+use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
@@ -31,6 +32,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_128};
 use super::tier::Tier;
 use crate::error::{Error, Result};
 use crate::layer::{LayerSpec, Proj};
+use crate::plan::human_bytes;
 use crate::source::WeightSource;
 use crate::source::map::Map;
 
@@ -90,6 +92,18 @@ pub struct CacheReport {
     pub written_bytes: u64,
     /// Files that were refused and what could not be written, with the reasons. The experts were packed all the same.
     pub problems: Vec<String>,
+}
+
+/// One line of what was found and written, then the problems, a line each.
+impl fmt::Display for CacheReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let layers =
+            |n: usize, bytes: u64| format!("{n} layer{} ({})", if n == 1 { "" } else { "s" }, human_bytes(bytes));
+        let mapped = layers(self.mapped_layers, self.mapped_bytes);
+        let written = layers(self.written_layers, self.written_bytes);
+        write!(f, "{mapped} from {}, {written} written there", self.dir.display())?;
+        self.problems.iter().try_for_each(|problem| write!(f, "\n{problem}"))
+    }
 }
 
 /// A directory of packed experts, for one checkpoint and one load.

@@ -20,9 +20,8 @@ use super::cache::{Key, PackedCache};
 use super::input::{BLOCK, InputLayout, Inputs};
 use super::kernel::{Kernel, Outputs, Scratch, Weights};
 use super::memory::{AlignedBytes, Grid, Pages, Pieces, pages_near, residence};
-use super::slice::{Columns, PANEL, Sliced, cut};
+use super::slice::{Columns, Sliced, cut};
 use super::team::{Region, Team};
-use super::tier::Tier;
 use crate::activation::Activation;
 use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Residence};
 use crate::error::{Error, Result, Unsupported};
@@ -79,10 +78,6 @@ impl<K: Kernel> CpuBackend<K> {
     /// A backend of this name; the kernel value proves that its instructions exist.
     pub fn new(name: &'static str, kernel: K) -> Self {
         CpuBackend { name, kernel }
-    }
-
-    fn rank(&self) -> u32 {
-        Tier::ALL.iter().position(|&t| t == self.kernel.tier()).unwrap_or(0) as u32
     }
 
     /// Bytes of the packed experts of a layer, by projection; 0 for what is used in place.
@@ -193,8 +188,8 @@ impl<K: Kernel> Backend for CpuBackend<K> {
             scratch += per_row(layouts[1], layer.hidden);
         }
         Ok(Fit {
-            rank: self.rank(),
-            tier: self.kernel.tier().to_string(),
+            rank: self.kernel.rank(),
+            tier: self.kernel.label(),
             how: format!("{}; {}", hows.join("; "), layouts[0]),
             packed_bytes: packed * layer.experts as u64,
             mapped_bytes: mapped * layer.experts as u64,
@@ -212,7 +207,7 @@ impl<K: Kernel> Backend for CpuBackend<K> {
     ) -> Result<Box<dyn ExpertBank>> {
         self.probe(layer)?;
         let nodes: Vec<usize> = context.team.shares().iter().map(|s| s.threads).collect();
-        let cuts: Vec<Cuts> = experts.iter().map(|&e| Cuts::new(layer, &nodes, e as usize)).collect();
+        let cuts: Vec<Cuts> = experts.iter().map(|&e| Cuts::new(layer, &nodes, e as usize, K::PANEL)).collect();
         // Bytes of a node's outputs of one matrix.
         let bytes = |cuts: &Cuts, node: usize, p: Proj| {
             let (rows, cols) = (cuts.of(p)[node].len(), layer.shape(p).1);
@@ -313,8 +308,8 @@ impl<K: Kernel> Backend for CpuBackend<K> {
         let (layout, how) = self.kernel.accepts(format, rows, cols)?;
         let packed = self.kernel.packed_bytes(format, rows, cols);
         Ok(Fit {
-            rank: self.rank(),
-            tier: self.kernel.tier().to_string(),
+            rank: self.kernel.rank(),
+            tier: self.kernel.label(),
             how: format!("{how}; {layout}"),
             packed_bytes: packed.unwrap_or(0) as u64,
             mapped_bytes: if packed.is_none() { format.stored_bytes(rows, cols) } else { 0 },
@@ -328,7 +323,7 @@ impl<K: Kernel> Backend for CpuBackend<K> {
         let (layout, _) = self.kernel.accepts(format, rows, cols)?;
         matrix.check_scales().map_err(Error::Invalid)?;
         let nodes: Vec<usize> = context.team.shares().iter().map(|s| s.threads).collect();
-        let cuts = cut(rows, PANEL, &nodes, 0);
+        let cuts = cut(rows, K::PANEL, &nodes, 0);
         let mut packed_bytes = 0;
         let weights = if self.kernel.packed_bytes(format, rows, cols).is_none() {
             Sliced::in_place(Weights::in_place(matrix.clone()))
@@ -365,8 +360,8 @@ struct Cuts {
 impl Cuts {
     /// `nodes` are the threads of each. Gate and up are cut by whole input blocks of down, of which a small expert has few: from expert
     /// to expert they are dealt in turn. Down is cut alike for all experts, as its tasks go over all of them.
-    fn new(layer: &LayerSpec, nodes: &[usize], expert: usize) -> Self {
-        Cuts { intermediate: cut(layer.intermediate, BLOCK, nodes, expert), hidden: cut(layer.hidden, PANEL, nodes, 0) }
+    fn new(layer: &LayerSpec, nodes: &[usize], expert: usize, panel: usize) -> Self {
+        Cuts { intermediate: cut(layer.intermediate, BLOCK, nodes, expert), hidden: cut(layer.hidden, panel, nodes, 0) }
     }
 
     fn of(&self, proj: Proj) -> &[Range<usize>] {
@@ -616,8 +611,8 @@ impl<K: Kernel> BankInner<K> {
         let h = &*h;
         // All tokens in one tile: cut, an expert's rows would be fewer than it has, and its weights read again.
         let columns = match self.experts.first() {
-            Some(e) => Columns::new(&e.cuts.hidden, &self.nodes, 1),
-            None => Columns::new(&[], &[], 1),
+            Some(e) => Columns::new(&e.cuts.hidden, &self.nodes, 1, K::PANEL),
+            None => Columns::new(&[], &[], 1, K::PANEL),
         };
         let tasks: Vec<usize> = columns.lanes.iter().map(Range::len).collect();
         let grid = Grid::new(&mut work.output, tokens, tokens, &columns.ends);
@@ -733,7 +728,7 @@ impl<K: Kernel> LinearOp for CpuLinear<K> {
                 true
             });
             let inputs = Inputs::new(self.layout, n, cols, bytes);
-            let columns = Columns::new(&self.cuts, &self.nodes, n.div_ceil(ROWS));
+            let columns = Columns::new(&self.cuts, &self.nodes, n.div_ceil(ROWS), K::PANEL);
             let tasks: Vec<usize> = columns.lanes.iter().map(|lane| lane.len() * n.div_ceil(ROWS)).collect();
             let grid = Grid::new(y, n, ROWS, &columns.ends);
             region.run_lanes(&tasks, |node, task, scratch| {

@@ -79,7 +79,7 @@ impl Weights {
 pub struct Outputs<'a> {
     /// The matrix.
     pub of: &'a Weights,
-    /// Its outputs; they start at a multiple of 16.
+    /// Its outputs; they start at a multiple of [`Kernel::PANEL`].
     pub range: Range<usize>,
     /// What the same thread will probably multiply next, and from which output on: a hint, so that its weights are on their way.
     pub next: Option<(&'a Weights, usize)>,
@@ -117,8 +117,21 @@ pub fn add(weight: f32, y: &[f32], out: &mut [f32]) {
 /// loading, from many threads; [`pack_input`](Kernel::pack_input), [`product`](Kernel::product), [`activate`](Kernel::activate) and
 /// [`add`](Kernel::add) from the team's threads, never two at once on the same output.
 pub trait Kernel: Copy + Send + Sync + 'static {
+    /// Outputs that are packed together: 16, 32, 64 or 128. Matrices are cut at multiples of it only.
+    const PANEL: usize = 16;
+
     /// The instruction set.
     fn tier(self) -> Tier;
+
+    /// How good the kernel is among those that take a format: the highest is chosen. By default as good as its tier.
+    fn rank(self) -> u32 {
+        Tier::ALL.iter().position(|&t| t == self.tier()).unwrap_or(0) as u32
+    }
+
+    /// What runs it, for `explain`. By default its tier.
+    fn label(self) -> String {
+        self.tier().to_string()
+    }
 
     /// Which number path runs this format: the layout of its input rows, and one line for `explain` (`VNNI, unsigned codes
     /// packed 16 x 4`).
@@ -135,7 +148,7 @@ pub trait Kernel: Copy + Send + Sync + 'static {
     fn layout_version(self) -> u32;
 
     /// Packs rows `rows` of a matrix of an accepted format into `out`, which is zeroed, 64-byte aligned and of
-    /// [`packed_bytes`](Kernel::packed_bytes) for so many rows. They start at a multiple of 16, and end at one or at the matrix's end; the
+    /// [`packed_bytes`](Kernel::packed_bytes) for so many rows. They start at a multiple of [`PANEL`](Kernel::PANEL), and end at one or at the matrix's end; the
     /// bytes are the same, and in the same order, as those of these rows when the whole matrix is packed.
     fn pack(self, matrix: &Matrix, rows: Range<usize>, out: &mut [u8]);
 

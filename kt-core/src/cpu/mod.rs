@@ -1,5 +1,6 @@
 //! The one CPU flow, generic over [`kernel::Kernel`].
 
+pub mod amx;
 pub mod cache;
 pub mod input;
 pub mod kernel;

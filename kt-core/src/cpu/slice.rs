@@ -1,14 +1,11 @@
 //! How the outputs of a matrix are divided over the NUMA nodes of a team.
 //!
-//! Each node holds some panels of 16 outputs of every matrix, and its threads compute these outputs: of gate and up in whole input blocks of
+//! Each node holds some panels (16 outputs, or what the kernel packs together) of every matrix, and its threads compute these outputs: of gate and up in whole input blocks of
 //! down (128 outputs), of down in panels. No output is a sum of parts, so how many nodes there are changes no bit of it.
 
 use std::ops::Range;
 
 use super::kernel::{Outputs, Weights};
-
-/// Outputs of a panel: what slices are made of.
-pub(crate) const PANEL: usize = 16;
 
 /// Cuts `0..outputs` into one range per node, in whole `unit`s and in proportion to `shares`; some may be empty. `turn` shifts the
 /// cuts: over many turns every node gets exactly its part, even of a few units.
@@ -83,11 +80,12 @@ pub(crate) struct Columns {
 }
 
 impl Columns {
-    /// `ranges` are the nodes' outputs; each is cut so that its threads have tiles enough, with `row_tiles` tiles of rows for each.
-    pub fn new(ranges: &[Range<usize>], threads: &[usize], row_tiles: usize) -> Self {
+    /// `ranges` are the nodes' outputs; each is cut so that its threads have tiles enough, with `row_tiles` tiles of rows for each, and whole
+    /// panels of `panel` outputs, a power of two.
+    pub fn new(ranges: &[Range<usize>], threads: &[usize], row_tiles: usize, panel: usize) -> Self {
         let mut columns = Columns { ends: Vec::new(), lanes: Vec::new() };
         for (range, &threads) in ranges.iter().zip(threads) {
-            let width = tile_cols(range.len(), row_tiles, threads);
+            let width = tile_cols(range.len(), row_tiles, threads, panel);
             let before = columns.ends.len();
             columns.ends.extend((1..=range.len().div_ceil(width)).map(|i| range.end.min(range.start + i * width)));
             columns.lanes.push(before..columns.ends.len());
@@ -96,11 +94,11 @@ impl Columns {
     }
 }
 
-/// Width of output tiles: enough of them for the threads, and never below the 16 outputs of a panel. The wider, the fewer times inputs are
+/// Width of output tiles: enough of them for the threads, and never below a panel. The wider, the fewer times inputs are
 /// read.
-fn tile_cols(outputs: usize, row_tiles: usize, threads: usize) -> usize {
+fn tile_cols(outputs: usize, row_tiles: usize, threads: usize, panel: usize) -> usize {
     let mut width = 256;
-    while width > PANEL && outputs.div_ceil(width) * row_tiles < 4 * threads {
+    while width > panel && outputs.div_ceil(width) * row_tiles < 4 * threads {
         width /= 2;
     }
     width
@@ -142,9 +140,11 @@ mod tests {
 
     #[test]
     fn columns_are_tiles_of_their_nodes() {
-        let columns = Columns::new(&[0..1008, 1008..1008, 1008..2050], &[2, 1, 1], 1);
+        let columns = Columns::new(&[0..1008, 1008..1008, 1008..2050], &[2, 1, 1], 1, 16);
         assert_eq!(columns.lanes, [0..8, 8..8, 8..13]);
         assert_eq!(columns.ends[7], 1008);
         assert_eq!(columns.ends.last(), Some(&2050));
+        let whole = std::iter::once(0..1024).collect::<Vec<_>>();
+        assert_eq!(Columns::new(&whole, &[64], 1, 64).ends.len(), 16);
     }
 }

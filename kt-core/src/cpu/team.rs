@@ -786,7 +786,9 @@ mod tests {
             let tasks = [round % 13, round % 7];
             let hits: Vec<Vec<AtomicUsize>> = tasks.map(|n| (0..n).map(|_| AtomicUsize::new(0)).collect()).into();
             let mut region = team.region();
-            let hit = |lane: usize, task: usize| drop(hits[lane][task].fetch_add(1, Ordering::Relaxed));
+            let hit = |lane: usize, task: usize| {
+                hits[lane][task].fetch_add(1, Ordering::Relaxed);
+            };
             region.run_lanes(&tasks, |lane, task, _| hit(lane, task));
             region.run_at_home(&tasks, |lane, task, _| hit(lane, task));
             region.run(3, |_, _| ());

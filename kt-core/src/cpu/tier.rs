@@ -19,7 +19,7 @@ pub enum Tier {
     Avx512Vnni,
     /// and BF16 and VBMI.
     Avx512Bf16,
-    /// and the tile unit with int8 and bf16.
+    /// and the tile unit with int8 and bf16, as far as the operating system grants it.
     Amx,
 }
 
@@ -46,7 +46,8 @@ impl Tier {
         self.missing().is_empty()
     }
 
-    /// The CPU features that the tier needs and this CPU lacks.
+    /// The CPU features that the tier needs and this CPU lacks; for [`Tier::Amx`] also what the operating system does not grant, which it
+    /// is asked for once ([`amx::permission`](super::amx::permission)).
     pub fn missing(self) -> Vec<&'static str> {
         let mut missing = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -70,7 +71,7 @@ impl Tier {
                 need!("avx512bf16", "avx512vbmi");
             }
             if self == Tier::Amx {
-                missing.push("amx (no kernels in this build)");
+                missing.extend(super::amx::permission().err().iter().flat_map(super::amx::Refusal::missing));
             }
         }
         #[cfg(not(target_arch = "x86_64"))]

@@ -3,13 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use bytes::Bytes;
+
 use super::recode;
 use crate::error::{Error, Result};
 use crate::format::{Format, Matrix};
 use crate::layer::{LayerSpec, Proj};
 use crate::routing::Routing;
 use crate::source::fingerprint::Fingerprint;
-use crate::source::{Metadata, Reads, WeightSource};
+use crate::source::{Metadata, Reads, Stored, WeightSource};
 
 /// A [`WeightSource`] that gives every routed expert of another in a format of the caller's choice.
 ///
@@ -128,6 +130,14 @@ impl WeightSource for Requantized {
 
     fn dense_bytes(&self) -> u64 {
         self.source.dense_bytes()
+    }
+
+    fn stored(&self, name: &str) -> Option<Stored> {
+        self.source.stored(name)
+    }
+
+    fn metadata_bytes(&self, key: &str) -> Option<Bytes> {
+        self.source.metadata_bytes(key)
     }
 
     fn side_file(&self, name: &str) -> Result<Option<Vec<u8>>> {

@@ -30,7 +30,7 @@ use super::model::Model;
 use super::safetensors::linear::{linear, plain};
 use super::safetensors::shards::{Files, Shards, parsed, side_file};
 use super::safetensors::transposed::Quantization;
-use super::{Metadata, Reads, WeightSource};
+use super::{Metadata, Reads, Stored, WeightSource};
 use crate::error::{Error, Result};
 use crate::format::float::f32_at;
 use crate::format::{Format, Group, Matrix, ScaleType};
@@ -568,6 +568,13 @@ impl WeightSource for ConvertedSource {
                 shards.tensors().iter().filter(|(n, _)| is_dense(n)).map(|(_, t)| t.byte_len() as u64).sum()
             }
             Store::Tree(_) => 0,
+        }
+    }
+
+    fn stored(&self, name: &str) -> Option<Stored> {
+        match &self.store {
+            Store::Merged(shards) => shards.stored(name),
+            Store::Tree(_) => None,
         }
     }
 

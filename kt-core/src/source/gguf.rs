@@ -3,20 +3,23 @@
 mod header;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 
-use super::WeightSource;
 use super::fingerprint::Fingerprint;
 use super::map::Map;
 use super::metadata::{Metadata, Value};
 use super::names::{self, Family};
+use super::{Stored, WeightSource};
 use crate::error::{Error, Result};
 use crate::format::{Format, Matrix};
 use crate::layer::{LayerSpec, Proj};
 use crate::routing::Routing;
 use header::Tensor;
+
+pub(crate) use header::Kind;
 
 /// `base-00002-of-00005.gguf` as ("base", 2, 5).
 fn split_name(path: &Path) -> Option<(&str, usize, usize)> {
@@ -54,6 +57,8 @@ pub struct GgufSource {
     parts: Vec<(PathBuf, Map)>,
     tensors: BTreeMap<String, Tensor>,
     metadata: Metadata,
+    /// Where the first file has its metadata values.
+    values: BTreeMap<String, Range<usize>>,
     architecture: String,
     family: &'static Family,
     /// Number of layers without those for multi-token prediction.
@@ -96,7 +101,7 @@ impl GgufSource {
     }
 
     fn from_parts(path: &Path, parts: Vec<(PathBuf, Map)>) -> Result<Self> {
-        let (mut tensors, mut metadata) = (BTreeMap::new(), BTreeMap::new());
+        let (mut tensors, mut metadata, mut values) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         let mut fingerprint = Fingerprint::new("gguf");
         for (i, (file, map)) in parts.iter().enumerate() {
             let header = header::parse(file, map.bytes(), i)?;
@@ -109,7 +114,7 @@ impl GgufSource {
                 tensors.insert(name, tensor);
             }
             if i == 0 {
-                metadata = header.metadata;
+                (metadata, values) = (header.metadata, header.values);
             }
         }
         let Some((first, _)) = parts.first() else { return Err(Error::file(path, "no file was given")) };
@@ -130,6 +135,7 @@ impl GgufSource {
             parts,
             tensors,
             metadata: Metadata::Gguf(metadata),
+            values,
             architecture,
             family,
             blocks: 0,
@@ -420,6 +426,17 @@ impl WeightSource for GgufSource {
     fn tensor(&self, name: &str) -> Result<Matrix> {
         let t = self.tensors.get(name).ok_or_else(|| self.fail(name, "missing from the model"))?;
         self.view(name, t, 0, t.rows())
+    }
+
+    fn stored(&self, name: &str) -> Option<Stored> {
+        let t = self.tensors.get(name)?;
+        let bytes = self.parts[t.part].1.slice(t.bytes.clone());
+        Some(Stored { kind: t.kind.name.to_owned(), shape: t.ne.iter().rev().copied().collect(), bytes })
+    }
+
+    fn metadata_bytes(&self, key: &str) -> Option<Bytes> {
+        let range = self.values.get(key)?;
+        Some(self.parts.first()?.1.slice(range.clone()))
     }
 
     fn dense_bytes(&self) -> u64 {

@@ -10,17 +10,20 @@
 //! | `synthetic` | made by a program | all |
 
 pub mod converted;
+pub mod cutting;
 pub(crate) mod fingerprint;
 pub mod gguf;
 pub(crate) mod map;
 pub mod metadata;
-mod model;
+pub(crate) mod model;
 pub mod names;
 pub mod safetensors;
 pub mod synthetic;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+use bytes::Bytes;
 
 use crate::error::{Error, Result};
 use crate::format::Matrix;
@@ -110,6 +113,17 @@ pub trait WeightSource: Send + Sync {
     /// Bytes of all tensors that are not routed experts.
     fn dense_bytes(&self) -> u64;
 
+    /// A tensor that is not a routed expert as its file holds it, without looking for scales beside it; of containers that have
+    /// tensors by name.
+    fn stored(&self, _name: &str) -> Option<Stored> {
+        None
+    }
+
+    /// A value of GGUF metadata in the file's own encoding, its type in front: what a writer copies.
+    fn metadata_bytes(&self, _key: &str) -> Option<Bytes> {
+        None
+    }
+
     /// The text of a file that belongs to the checkpoint (`tokenizer.json`), where there is one.
     ///
     /// # Errors
@@ -117,6 +131,17 @@ pub trait WeightSource: Send + Sync {
     fn side_file(&self, _name: &str) -> Result<Option<Vec<u8>>> {
         Ok(None)
     }
+}
+
+/// A tensor as its file holds it.
+#[derive(Debug, Clone)]
+pub struct Stored {
+    /// The type's name in its container: `BF16`, `F8_E4M3`; `Q4_K`.
+    pub kind: String,
+    /// Dimensions, slowest first.
+    pub shape: Vec<usize>,
+    /// Its bytes, on the map.
+    pub bytes: Bytes,
 }
 
 /// Opens a checkpoint: a safetensors directory, one of experts that kt-kernel converted, or a GGUF file (of a split file, any part).

@@ -102,9 +102,9 @@ pub struct Family {
 }
 
 /// Config keys of the number of experts, any of which may stand for it.
-pub(super) const EXPERTS_KEYS: &[&str] = &["num_experts", "n_routed_experts", "num_local_experts"];
+pub(crate) const EXPERTS_KEYS: &[&str] = &["num_experts", "n_routed_experts", "num_local_experts"];
 /// Config keys of the number of experts per token.
-pub(super) const TOP_K_KEYS: &[&str] = &["num_experts_per_tok", "num_experts_per_token"];
+pub(crate) const TOP_K_KEYS: &[&str] = &["num_experts_per_tok", "num_experts_per_token"];
 
 const PROJ: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 const W123: [&str; 3] = ["w1", "w3", "w2"];
@@ -252,7 +252,7 @@ pub fn architectures() -> Vec<&'static str> {
 }
 
 /// A count in a config, under the first of several keys.
-pub(super) fn count(config: &Value, keys: &[&str]) -> Option<usize> {
+pub(crate) fn count(config: &Value, keys: &[&str]) -> Option<usize> {
     keys.iter().find_map(|k| config.get(k)?.as_u64()).and_then(|v| usize::try_from(v).ok())
 }
 
@@ -342,14 +342,14 @@ impl Family {
     }
 
     /// What the names of all routed experts' tensors begin with, after the layer's prefix.
-    pub(super) fn expert_stem(&self) -> &'static str {
+    pub(crate) fn expert_stem(&self) -> &'static str {
         match self.experts {
             ExpertNames::Each(stem, _) | ExpertNames::Packed(stem, _) | ExpertNames::Alternating(stem) => stem,
         }
     }
 
     /// The prefix that tensors of these names (any order) use.
-    pub(super) fn prefix<'a>(&self, names: impl Iterator<Item = &'a str> + Clone) -> &'static str {
+    pub(crate) fn prefix<'a>(&self, names: impl Iterator<Item = &'a str> + Clone) -> &'static str {
         let used = |p: &&&str| names.clone().any(|n| n.starts_with(**p));
         self.prefixes.iter().find(used).copied().unwrap_or(self.prefixes[0])
     }

@@ -3,7 +3,7 @@
 //! The `safetensors` crate reads and checks each file's header; the shard index, the names and the formats are read here. What a
 //! linear layer's format is, is told by the tensors that stand next to each other; of GPTQ and AWQ, the config must tell some things.
 
-pub(super) mod linear;
+pub(crate) mod linear;
 pub(super) mod shards;
 pub(super) mod transposed;
 
@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use super::model::{self, Model};
 use super::names::{ExpertNames, Family};
-use super::{Metadata, Reads, WeightSource};
+use super::{Metadata, Reads, Stored, WeightSource};
 use crate::error::{Error, Result};
 use crate::format::{Format, Matrix};
 use crate::layer::{LayerSpec, Proj};
@@ -356,6 +356,10 @@ impl WeightSource for SafetensorsSource {
 
     fn dense_bytes(&self) -> u64 {
         self.shards.tensors().iter().filter(|(n, _)| self.is_dense(n)).map(|(_, t)| t.byte_len() as u64).sum()
+    }
+
+    fn stored(&self, name: &str) -> Option<Stored> {
+        self.shards.stored(name)
     }
 
     fn side_file(&self, name: &str) -> Result<Option<Vec<u8>>> {

@@ -27,6 +27,9 @@ const MAX_ELEMENTS: usize = 1 << 24;
 /// Most tensors of a file (a model of 100 layers with experts has some thousands).
 const MAX_TENSORS: usize = 1 << 20;
 
+/// The highest number of a ggml type.
+const LAST_KIND: u32 = 41;
+
 /// A ggml type: its name, values per block and bytes per block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kind {
@@ -85,6 +88,21 @@ impl Kind {
             _ => return Err(None),
         };
         Ok(Kind { id, name, block, block_bytes })
+    }
+
+    /// The type of a name, where ggml has it.
+    pub fn named(name: &str) -> Option<Kind> {
+        (0..=LAST_KIND).filter_map(|id| Kind::of(id).ok()).find(|kind| kind.name == name)
+    }
+
+    /// The type that holds a format.
+    pub fn holding(format: Format) -> Option<Kind> {
+        (0..=LAST_KIND).filter_map(|id| Kind::of(id).ok()).find(|kind| kind.format() == Some(format))
+    }
+
+    /// The number that stands for it in files.
+    pub fn id(self) -> u32 {
+        self.id
     }
 
     /// The format of a type, where this version decodes it.
@@ -148,6 +166,8 @@ impl Tensor {
 /// A parsed header.
 pub struct Header {
     pub metadata: BTreeMap<String, Value>,
+    /// Where the metadata values are in the file, each with its type in front.
+    pub values: BTreeMap<String, Range<usize>>,
     pub tensors: Vec<(String, Tensor)>,
     /// Its length, without the padding behind it.
     pub bytes: usize,
@@ -172,11 +192,13 @@ pub fn parse(file: &Path, bytes: &[u8], part: usize) -> Result<Header> {
         return Err(r.fail(format!("the number of tensors is {tensor_count}, at most {MAX_TENSORS} are read")));
     }
     let metadata_count = r.count(13, "the number of metadata entries")?;
-    let mut metadata = BTreeMap::new();
+    let (mut metadata, mut values) = (BTreeMap::new(), BTreeMap::new());
     for i in 0..metadata_count {
         let key = r.string(&format!("metadata key {i}"))?;
+        let start = r.at;
         let kind = r.u32(&key)?;
         let value = r.value(kind, &key, 0)?;
+        values.insert(key.clone(), start..r.at);
         if metadata.insert(key.clone(), value).is_some() {
             return Err(Error::tensor(file, key, "this metadata key is there twice"));
         }
@@ -214,7 +236,7 @@ pub fn parse(file: &Path, bytes: &[u8], part: usize) -> Result<Header> {
         t.bytes = t.bytes.start + data..end;
     }
     refuse_overlaps(file, &tensors)?;
-    Ok(Header { metadata, tensors, bytes: r.at })
+    Ok(Header { metadata, values, tensors, bytes: r.at })
 }
 
 fn refuse_overlaps(file: &Path, tensors: &[(String, Tensor)]) -> Result<()> {

@@ -9,6 +9,7 @@ use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
 use crate::error::{Error, Result};
+use crate::source::Stored;
 use crate::source::fingerprint::Fingerprint;
 use crate::source::map::Map;
 
@@ -112,6 +113,12 @@ impl Shards {
     /// A tensor's bytes.
     pub fn bytes(&self, t: &Tensor) -> Bytes {
         self.shards[t.shard].map.slice(t.bytes.clone())
+    }
+
+    /// A tensor as its shard holds it.
+    pub fn stored(&self, name: &str) -> Option<Stored> {
+        let t = self.tensors.get(name)?;
+        Some(Stored { kind: format!("{:?}", t.dtype), shape: t.shape.clone(), bytes: self.bytes(t) })
     }
 
     /// The file that holds a tensor; for one that is missing, the file that should have listed it.

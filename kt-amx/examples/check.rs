@@ -1,0 +1,102 @@
+//! Checks on a machine with AMX, real or emulated: detection, permission, int8 and bf16 products. As the first process of a machine
+//! (`tests/amx-emulator`), it turns the machine off when it is done.
+//!
+//! Inputs of the int8 products are not negative: Bochs multiplies signed bytes as unsigned ones.
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod check {
+    use kt_amx::{Amx, Crossover};
+    use kt_core::cpu::input::{BLOCK, Inputs};
+    use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
+    use kt_core::cpu::tier::Tier;
+    use kt_core::source::WeightSource;
+    use kt_core::source::synthetic::SyntheticSource;
+    use kt_core::testing::Random;
+    use kt_core::{Format, Group, Proj};
+
+    const OUTPUTS: usize = 96;
+    const COLS: usize = 384;
+    const ROWS: usize = 35;
+
+    pub fn run() -> Result<(), String> {
+        let kernel = Amx::detect(Tier::Amx).map_err(|why| why.0)?;
+        println!("check: AMX is there and granted");
+        for format in
+            [Format::Int4(Group::Of(32)), Format::Int8(Group::Row), Format::Mxfp4, Format::Bf16, Format::Fp8Block]
+        {
+            let on_tiles = product(kernel.with_crossover(Crossover { int8: 1, bf16: 1 }), format)?;
+            let few = product(kernel.with_crossover(Crossover { int8: usize::MAX, bf16: usize::MAX }), format)?;
+            let wrong = on_tiles.iter().zip(&few).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+            println!("check: {format}: {wrong} of {} numbers differ between tiles and vectors", few.len());
+            if wrong > 0 || few.iter().all(|&v| v == 0.0) {
+                return Err(format!("{format}: the products on tiles are wrong"));
+            }
+        }
+        Ok(())
+    }
+
+    /// A product of some rows, few at a time where they are to stream.
+    fn product(kernel: Amx, format: Format) -> Result<Vec<f32>, String> {
+        let source = SyntheticSource::builder().hidden(COLS).intermediate(OUTPUTS).experts(1).top_k(1).layers(1);
+        let source = source.format(format).seed(3).build().map_err(|e| e.to_string())?;
+        let matrix = source.matrix(0, 0, Proj::Gate).map_err(|e| e.to_string())?;
+        let (layout, _) = kernel.accepts(format, OUTPUTS, COLS).map_err(|why| why.0)?;
+        let mut packed = vec![0; kernel.packed_bytes(format, OUTPUTS, COLS).ok_or("not packed")?];
+        kernel.pack(&matrix, 0..matrix.rows(), &mut packed);
+        let weights = Weights::packed(format, OUTPUTS, COLS, packed.into());
+        let mut random = Random(9);
+        let x: Vec<f32> = (0..ROWS * COLS).map(|_| random.uniform()).collect();
+        let mut bytes = vec![0; layout.bytes(ROWS, COLS)];
+        for (i, out) in bytes.chunks_exact_mut(layout.block_bytes()).enumerate() {
+            let (block, row) = (i / ROWS, i % ROWS);
+            kernel.pack_input(layout, &x[row * COLS + block * BLOCK..][..BLOCK], out);
+        }
+        let inputs = Inputs::new(layout, ROWS, COLS, &bytes);
+        let mut out = vec![0.0; ROWS * OUTPUTS];
+        let at_once = if kernel.crossover().bf16 == 1 { ROWS } else { 8 };
+        let mut scratch = Scratch::default();
+        for first in (0..ROWS).step_by(at_once) {
+            let rows = first..ROWS.min(first + at_once);
+            let out = &mut out[first * OUTPUTS..rows.end * OUTPUTS];
+            kernel.product(Outputs::new(&weights, 0..OUTPUTS), inputs, rows, out, &mut scratch);
+        }
+        Ok(out)
+    }
+}
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[allow(unsafe_code)] // what the first process of a machine must do
+fn main() {
+    let first_process = std::process::id() == 1;
+    if first_process {
+        // An emulator without XFD loses tiles when a thread gives way to another: none may.
+        // SAFETY: numbers and a structure that is there.
+        unsafe {
+            libc::mkdir(c"/proc".as_ptr(), 0o755);
+            libc::mount(c"proc".as_ptr(), c"/proc".as_ptr(), c"proc".as_ptr(), 0, std::ptr::null());
+        }
+        let limit = std::fs::write("/proc/sys/kernel/sched_rt_runtime_us", "-1");
+        let priority = libc::sched_param { sched_priority: 99 };
+        // SAFETY: as above.
+        let rc = unsafe { libc::sched_setscheduler(0, libc::SCHED_FIFO, &priority) };
+        println!("check: real-time scheduling: {limit:?}, {rc}");
+    }
+    let result = check::run();
+    match &result {
+        Ok(()) => println!("check: passed"),
+        Err(why) => println!("check: failed: {why}"),
+    }
+    if first_process {
+        // SAFETY: waits until the last line is out, then turns the machine off.
+        unsafe {
+            libc::tcdrain(1);
+            libc::reboot(libc::RB_POWER_OFF);
+        }
+    }
+    std::process::exit(result.is_err().into());
+}
+
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+fn main() {
+    println!("AMX is part of x86-64 CPUs, and this check is for Linux");
+}

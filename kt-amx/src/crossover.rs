@@ -1,0 +1,145 @@
+//! From how many rows of an expert on tiles are faster.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+use kt_core::cpu::input::{InputLayout, Inputs};
+use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
+use kt_core::cpu::memory::AlignedBytes;
+use kt_core::{Error, Format, Group, Unsupported};
+
+use crate::Amx;
+
+/// From how many rows of an expert on its products run on tiles: a matter of speed, no bit depends on it.
+///
+/// Written and read as `int8=12 bf16=9`, so that what [`Amx::measure`] found may be kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Crossover {
+    /// For int8 products.
+    pub int8: usize,
+    /// For bf16 products; these are on tiles from 9 rows on in any case.
+    pub bf16: usize,
+}
+
+/// Reasoned, not measured; see `PERFORMANCE.md`.
+impl Default for Crossover {
+    fn default() -> Self {
+        Crossover { int8: 12, bf16: 9 }
+    }
+}
+
+impl fmt::Display for Crossover {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "int8={} bf16={}", self.int8, self.bf16)
+    }
+}
+
+impl FromStr for Crossover {
+    type Err = Unsupported;
+
+    fn from_str(s: &str) -> Result<Self, Self::Err> {
+        let wrong =
+            || Unsupported::new(format!("AMX crossover `{s}`: write two numbers of rows, as in `{}`", Self::default()));
+        let mut parts = s.split_whitespace();
+        let mut number = |name: &str| {
+            let value = parts.next().and_then(|p| p.strip_prefix(name)).and_then(|p| p.strip_prefix('='));
+            value.and_then(|v| v.parse().ok()).ok_or_else(wrong)
+        };
+        let of = Crossover { int8: number("int8")?, bf16: number("bf16")? };
+        if parts.next().is_some() { Err(wrong()) } else { Ok(of) }
+    }
+}
+
+/// Numbers of rows that are tried.
+const ROWS: [usize; 10] = [1, 2, 4, 6, 8, 9, 12, 16, 24, 32];
+
+impl Amx {
+    /// Measures on one thread, with 16 to 64 MiB of weights, where tiles begin to be faster than what they replace: INT4 in groups of 32
+    /// stands for int8 products, BF16 for bf16 ones. Takes about a second.
+    ///
+    /// # Errors
+    /// There is no memory for the weights.
+    pub fn measure(self) -> Result<Crossover, Error> {
+        self.measure_on(8192, 4096)
+    }
+
+    /// As [`Amx::measure`], with matrices of this shape.
+    pub(crate) fn measure_on(self, outputs: usize, cols: usize) -> Result<Crossover, Error> {
+        let on = |rows| self.with_crossover(Crossover { int8: rows, bf16: rows });
+        let (tiles, vectors) = (on(1), on(usize::MAX));
+        let mut crossovers = [Crossover::default().int8, Crossover::default().bf16];
+        for (format, crossover) in [Format::Int4(Group::Of(32)), Format::Bf16].into_iter().zip(&mut crossovers) {
+            let bytes = self.packed_bytes(format, outputs, cols).unwrap_or(0);
+            let mut packed = kt_core::cpu::memory::zeroed_pages(bytes, Default::default())?;
+            // Pages that were never written may all be the same one.
+            packed.chunks_mut(4096).for_each(|page| page[0] = 1);
+            let packed = packed
+                .make_read_only()
+                .map_err(|source| Error::Io { path: "(weights to measure with)".into(), source })?;
+            let weights = Weights::packed(format, outputs, cols, bytes::Bytes::from_owner(packed).slice(..bytes));
+            let (layout, _) = self.accepts(format, outputs, cols).map_err(Error::Unsupported)?;
+            *crossover = first_of_a_run(ROWS, |rows| {
+                let time = |kernel| time(kernel, &weights, layout, rows);
+                // The better of two, in turns.
+                let [a, b, c, d] = [time(tiles), time(vectors), time(tiles), time(vectors)];
+                a.min(c) < b.min(d)
+            });
+        }
+        Ok(Crossover { int8: crossovers[0], bf16: crossovers[1] })
+    }
+}
+
+/// The first of the numbers from which on `better` holds for all; twice the last if there is none.
+fn first_of_a_run(numbers: impl IntoIterator<Item = usize>, better: impl Fn(usize) -> bool) -> usize {
+    let (mut first, mut last) = (None, 0);
+    for n in numbers {
+        first = if better(n) { first.or(Some(n)) } else { None };
+        last = n;
+    }
+    first.unwrap_or(2 * last)
+}
+
+/// The time of a product of all weights with so many rows.
+fn time(kernel: Amx, weights: &Weights, layout: InputLayout, rows: usize) -> Duration {
+    const WIDTH: usize = 128;
+    let (outputs, cols) = (weights.rows(), weights.cols());
+    let mut memory = AlignedBytes::default();
+    let x = memory.get(layout.bytes(rows, cols));
+    x.fill(0);
+    let x = Inputs::new(layout, rows, cols, x);
+    let mut out = vec![0.0; rows * WIDTH];
+    let mut scratch = Scratch::default();
+    let start = Instant::now();
+    for first in (0..outputs).step_by(WIDTH) {
+        let range = first..outputs.min(first + WIDTH);
+        let out = &mut out[..rows * range.len()];
+        kernel.product(Outputs::new(weights, range), x, 0..rows, out, &mut scratch);
+    }
+    start.elapsed()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_crossover_is_read_as_it_is_written() {
+        let of = Crossover { int8: 16, bf16: 1 };
+        assert_eq!(of.to_string().parse::<Crossover>().unwrap(), of);
+        for wrong in ["", "int8=1", "int8=x bf16=1", "bf16=1 int8=1", "int8=1 bf16=1 more=1", "int8=-1 bf16=1"] {
+            let why = wrong.parse::<Crossover>().unwrap_err();
+            assert!(why.0.contains(&format!("`{wrong}`")) && why.0.contains("int8=12 bf16=9"), "{why}");
+        }
+    }
+
+    #[test]
+    fn a_crossover_is_where_tiles_begin_to_win_for_good() {
+        let first = |wins: &[usize]| first_of_a_run([1, 2, 4, 8], |n| wins.contains(&n));
+        assert_eq!(first(&[1, 2, 4, 8]), 1);
+        assert_eq!(first(&[2, 4, 8]), 2);
+        assert_eq!(first(&[1, 4, 8]), 4);
+        assert_eq!(first(&[1, 2, 4]), 16);
+        assert_eq!(first(&[]), 16);
+    }
+}

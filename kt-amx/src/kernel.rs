@@ -1,0 +1,164 @@
+//! The kernel: which products run on tiles, and what the others run on.
+
+use std::ops::Range;
+
+use kt_avx512::Avx;
+use kt_avx512::engine::Product;
+use kt_core::activation::Activation;
+use kt_core::cpu::CpuBackend;
+use kt_core::cpu::input::{InputLayout, Inputs};
+use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
+use kt_core::cpu::tier::Tier;
+use kt_core::format::ggml;
+use kt_core::{Format, Matrix, Unsupported};
+use kt_llamafile::{Llamafile, OfBlocks};
+
+use crate::Crossover;
+use crate::unit::Unit;
+
+/// Products on AMX tiles where an expert has rows enough, and those of kt-avx512 and kt-llamafile where it has not. A value proves that
+/// this process may use AMX.
+#[derive(Debug, Clone, Copy)]
+pub struct Amx {
+    unit: Unit,
+    avx: Avx,
+    llamafile: Llamafile,
+    crossover: Crossover,
+}
+
+impl Amx {
+    /// The kernel, if `cap` allows its tier.
+    ///
+    /// # Errors
+    /// `cap` is below [`Tier::Amx`], the CPU has no AMX or lacks what comes with it, or Linux does not grant it.
+    pub fn detect(cap: Tier) -> Result<Self, Unsupported> {
+        if cap < Tier::Amx {
+            return Err(Unsupported::new(format!("limited to tier {cap}, needs tier {}", Tier::Amx)));
+        }
+        Self::with_unit(Unit::detect().map_err(|why| Unsupported::new(why.to_string()))?)
+    }
+
+    pub(crate) fn with_unit(unit: Unit) -> Result<Self, Unsupported> {
+        let avx = Avx::detect(Tier::Avx512Bf16)?;
+        if avx.tier() != Tier::Avx512Bf16 {
+            return Err(Unsupported::new(format!(
+                "this CPU has AMX and lacks what its kernels use besides: {}",
+                Tier::Avx512Bf16.missing().join(", ")
+            )));
+        }
+        let llamafile = Llamafile::detect(Tier::Avx512Bf16)?;
+        Ok(Amx { unit, avx, llamafile, crossover: Crossover::default() })
+    }
+
+    /// The same with another crossover: no bit of any number depends on it.
+    pub fn with_crossover(self, crossover: Crossover) -> Self {
+        Amx { crossover, ..self }
+    }
+
+    /// From how many rows on products run on tiles.
+    pub fn crossover(self) -> Crossover {
+        self.crossover
+    }
+
+    /// The backend `amx` with this kernel.
+    pub fn into_backend(self) -> CpuBackend<Self> {
+        CpuBackend::new("amx", self)
+    }
+
+    /// The kernel that packs a format and multiplies few rows with it.
+    fn is_gguf(format: Format) -> bool {
+        ggml::block(format).is_some()
+    }
+}
+
+impl Kernel for Amx {
+    fn tier(self) -> Tier {
+        Tier::Amx
+    }
+
+    fn accepts(self, format: Format, rows: usize, cols: usize) -> Result<(InputLayout, &'static str), Unsupported> {
+        let (layout, _) = if Self::is_gguf(format) {
+            self.llamafile.accepts(format, rows, cols)?
+        } else {
+            self.avx.accepts(format, rows, cols)?
+        };
+        match layout {
+            InputLayout::Int8 { .. } => {
+                Ok((layout, "AMX tiles of int8 for many rows, VNNI for few; packed by 16 outputs"))
+            }
+            InputLayout::Bf16 => Ok((
+                layout,
+                "AMX tiles of bf16 for many rows, vdpbf16ps in the same order for few; packed by 16 outputs",
+            )),
+            InputLayout::F32 => {
+                Err(Unsupported::new(format!("{format} meets F32 inputs, of which AMX has no products")))
+            }
+        }
+    }
+
+    fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize> {
+        if Self::is_gguf(format) {
+            self.llamafile.packed_bytes(format, rows, cols)
+        } else {
+            self.avx.packed_bytes(format, rows, cols)
+        }
+    }
+
+    fn layout_version(self) -> u32 {
+        // Weights are packed as by the one or the other.
+        self.avx.layout_version() << 16 | self.llamafile.layout_version()
+    }
+
+    fn pack(self, matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
+        if Self::is_gguf(matrix.format()) {
+            self.llamafile.pack(matrix, rows, out)
+        } else {
+            self.avx.pack(matrix, rows, out)
+        }
+    }
+
+    fn pack_input(self, layout: InputLayout, x: &[f32], out: &mut [u8]) {
+        self.avx.pack_input(layout, x, out);
+    }
+
+    fn activate(self, rule: Activation, gate: &mut [f32], up: &[f32]) {
+        self.avx.activate(rule, gate, up);
+    }
+
+    fn add(self, weight: f32, y: &[f32], out: &mut [f32]) {
+        self.avx.add(weight, y, out);
+    }
+
+    fn product(
+        self,
+        outputs: Outputs<'_>,
+        inputs: Inputs<'_>,
+        rows: Range<usize>,
+        out: &mut [f32],
+        scratch: &mut Scratch,
+    ) {
+        let gguf = Self::is_gguf(outputs.of.format());
+        let n = rows.len();
+        if inputs.layout() == InputLayout::Bf16 {
+            // Streams here too, since kt-avx512 on its own adds in another order.
+            let stream_rows = if n < self.crossover.bf16 { n } else { 0 };
+            let numbers = &mut *out;
+            self.avx.run_with_tiles(self.unit, stream_rows, Product { outputs, inputs, rows, out: numbers, scratch });
+            // What underflows is a zero, whose sign depends on the instruction: from here on all zeros are positive.
+            out.iter_mut().for_each(|v| *v += 0.0);
+        } else if n < self.crossover.int8 {
+            if gguf {
+                self.llamafile.product(outputs, inputs, rows, out, scratch);
+            } else {
+                self.avx.product(outputs, inputs, rows, out, scratch);
+            }
+        } else {
+            let product = Product { outputs, inputs, rows, out, scratch };
+            if gguf {
+                self.avx.run_with_tiles(self.unit, 0, OfBlocks(product));
+            } else {
+                self.avx.run_with_tiles(self.unit, 0, product);
+            }
+        }
+    }
+}

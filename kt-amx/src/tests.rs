@@ -1,0 +1,247 @@
+//! The tile products against those of kt-avx512 and kt-llamafile, and the suite that every backend passes; where there is no AMX, by
+//! the emulator, on any CPU with AVX-512 BF16.
+
+use std::ops::Range;
+
+use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
+use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
+use kt_core::cpu::memory::AlignedBytes;
+use kt_core::cpu::tier::Tier;
+use kt_core::format::ALL;
+use kt_core::source::WeightSource;
+use kt_core::source::synthetic::SyntheticSource;
+use kt_core::testing::Random;
+use kt_core::{Format, Group, Matrix, Proj, ScaleType, Unsupported};
+
+use crate::unit::Unit;
+use crate::{Amx, Crossover};
+
+/// Everything on tiles.
+const TILES: Crossover = Crossover { int8: 1, bf16: 1 };
+/// As little as can be.
+const VECTORS: Crossover = Crossover { int8: usize::MAX, bf16: usize::MAX };
+
+/// The kernel by the CPU's own tiles or by the emulator.
+fn kernel() -> Result<Amx, Unsupported> {
+    Amx::with_unit(Unit::detect().unwrap_or_else(|_| Unit::emulated()))
+}
+
+/// [`kernel`], or it is said that there is none.
+fn kernel_or_skip() -> Option<Amx> {
+    kernel().map_err(|why| eprintln!("skipped: {why}")).ok()
+}
+
+fn matrix(format: Format, outputs: usize, cols: usize) -> Option<Matrix> {
+    format.row_bytes(cols).and_then(|_| format.row_bytes(outputs)).ok()?;
+    let source = SyntheticSource::builder().hidden(cols).intermediate(outputs).experts(1).top_k(1).layers(1);
+    let source = source.format(format).seed(3).build().expect("a source");
+    Some(source.matrix(0, 0, Proj::Gate).expect("a matrix"))
+}
+
+fn pack(kernel: Amx, matrix: &Matrix) -> Weights {
+    let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
+    match kernel.packed_bytes(format, rows, cols) {
+        None => Weights::in_place(matrix.clone()),
+        Some(bytes) => {
+            let mut memory = AlignedBytes::default();
+            let out = memory.get(bytes);
+            out.fill(0);
+            kernel.pack(matrix, 0..matrix.rows(), out);
+            Weights::packed(format, rows, cols, out.to_vec().into())
+        }
+    }
+}
+
+struct Rows {
+    layout: InputLayout,
+    n: usize,
+    cols: usize,
+    bytes: Vec<u8>,
+}
+
+impl Rows {
+    fn new(kernel: Amx, layout: InputLayout, x: &[f32], cols: usize) -> Self {
+        let n = x.len() / cols;
+        let mut bytes = vec![0; layout.bytes(n, cols)];
+        for (i, out) in bytes.chunks_exact_mut(layout.block_bytes()).enumerate() {
+            let (block, row) = (i / n, i % n);
+            kernel.pack_input(layout, &x[row * cols + block * BLOCK..row * cols + cols.min((block + 1) * BLOCK)], out);
+        }
+        Rows { layout, n, cols, bytes }
+    }
+
+    fn view(&self) -> Inputs<'_> {
+        Inputs::new(self.layout, self.n, self.cols, &self.bytes)
+    }
+}
+
+fn inputs(n: usize, cols: usize) -> Vec<f32> {
+    let mut random = Random(n as u64);
+    (0..n * cols).map(|_| random.normal()).collect()
+}
+
+/// Bits of a product.
+fn product(kernel: impl Kernel, w: &Weights, outputs: Range<usize>, x: &Rows, rows: Range<usize>) -> Vec<u32> {
+    let mut out = vec![f32::NAN; rows.len() * outputs.len()];
+    let mut scratch = Scratch::default();
+    // What is in the buffers is not to matter.
+    scratch.panel.get(1 << 20).fill(0xff);
+    kernel.product(Outputs::new(w, outputs), x.view(), rows, &mut out, &mut scratch);
+    out.into_iter().map(f32::to_bits).collect()
+}
+
+/// Every format with the shapes it can have: no multiples of tiles, blocks or what is cached, and some that are.
+fn cases() -> impl Iterator<Item = (Format, Matrix)> {
+    let formats = ALL.into_iter().chain([Format::Int4(Group::Of(96)), Format::Int8(Group::Of(96))]);
+    formats.flat_map(|format| {
+        [(48, 256), (33, 768), (96, 160), (16, 96), (80, 1536), (17, 3072), (256, 512), (256, 2304)]
+            .into_iter()
+            .filter_map(move |(outputs, cols)| Some((format, matrix(format, outputs, cols)?)))
+    })
+}
+
+#[test]
+fn int8_products_have_the_bits_of_vnni() {
+    let Some(kernel) = kernel_or_skip() else { return };
+    let mut formats = Vec::new();
+    for (format, matrix) in cases() {
+        let (outputs, cols) = (matrix.rows(), matrix.cols());
+        let Ok((layout @ InputLayout::Int8 { .. }, _)) = kernel.accepts(format, outputs, cols) else { continue };
+        let w = pack(kernel, &matrix);
+        let x = Rows::new(kernel, layout, &inputs(70, cols), cols);
+        for (rows, range) in [
+            (0..70, 0..outputs),
+            (3..36, 0..outputs),
+            (1..2, 0..outputs),
+            (5..21, (outputs - 1) / 32 * 16..outputs - 1),
+        ] {
+            let want = product(kernel.with_crossover(VECTORS), &w, range.clone(), &x, rows.clone());
+            let got = product(kernel.with_crossover(TILES), &w, range.clone(), &x, rows.clone());
+            assert!(got == want, "{format} {outputs}x{cols}, rows {rows:?}, outputs {range:?}");
+            assert!(want.iter().any(|&v| v != 0), "{format}: nothing but zeros");
+        }
+        if formats.last() != Some(&format) {
+            formats.push(format);
+        }
+    }
+    assert!(formats.len() > 30, "{formats:?}");
+}
+
+#[test]
+fn bf16_products_have_the_same_bits_for_any_number_of_rows() {
+    let Some(kernel) = kernel_or_skip() else { return };
+    let mut formats = Vec::new();
+    for (format, matrix) in cases() {
+        let (outputs, cols) = (matrix.rows(), matrix.cols());
+        let Ok((layout @ InputLayout::Bf16, _)) = kernel.accepts(format, outputs, cols) else { continue };
+        let w = pack(kernel, &matrix);
+        let mut x = inputs(40, cols);
+        // Of any size, and not numbers: what is below the smallest normal number counts as zero, also in sums.
+        let sizes = [0, 46, 80, 110, -20, -80, -110, -118, -122, -126, -130];
+        for (row, x) in x.chunks_exact_mut(cols).take(33).enumerate() {
+            x.iter_mut().for_each(|x| *x = (*x as f64 * 2f64.powi(sizes[row % sizes.len()])) as f32);
+        }
+        x[34 * cols + 5] = f32::INFINITY;
+        x[35 * cols + 8] = f32::NAN;
+        let x = Rows::new(kernel, layout, &x, cols);
+        let all = product(kernel.with_crossover(TILES), &w, 0..outputs, &x, 0..40);
+        for (n, crossover) in [(1, VECTORS), (3, VECTORS), (8, VECTORS), (9, VECTORS), (1, TILES), (17, TILES)] {
+            for first in (0..=40 - n).step_by(n) {
+                let got = product(kernel.with_crossover(crossover), &w, 0..outputs, &x, first..first + n);
+                for (i, (&got, &want)) in got.iter().zip(&all[first * outputs..]).enumerate() {
+                    // Not a number is one for all; which one is the instructions' affair.
+                    let [a, b] = [got, want].map(f32::from_bits);
+                    assert!(
+                        got == want || a.is_nan() && b.is_nan(),
+                        "{format} {outputs}x{cols}, {n} rows from {first}, {crossover}: number {i}: {a} {b}"
+                    );
+                }
+            }
+        }
+        for row in 0..40 {
+            let finite = all[row * outputs..][..outputs].iter().all(|&v| f32::from_bits(v).is_finite());
+            assert_eq!(finite, row != 34 && row != 35, "{format}: row {row}");
+        }
+        if formats.last() != Some(&format) {
+            formats.push(format);
+        }
+    }
+    assert_eq!(formats.len(), 4, "{formats:?}");
+}
+
+#[test]
+fn bf16_products_are_those_of_the_decoded_weights() {
+    let Some(kernel) = kernel_or_skip() else { return };
+    for (format, matrix) in cases() {
+        let (outputs, cols) = (matrix.rows(), matrix.cols());
+        let Ok((layout @ InputLayout::Bf16, _)) = kernel.accepts(format, outputs, cols) else { continue };
+        let x = Rows::new(kernel, layout, &inputs(19, cols), cols);
+        let got = product(kernel.with_crossover(TILES), &pack(kernel, &matrix), 0..outputs, &x, 0..19);
+        let mut decoded = vec![0f32; cols];
+        let (mut difference, mut size) = (0f64, 0f64);
+        for o in 0..outputs {
+            matrix.decode_row(o, &mut decoded);
+            for row in 0..19 {
+                let input = |k: usize| {
+                    let block = x.view().block(k / BLOCK, row);
+                    let at = k % BLOCK * 2;
+                    f32::from_bits((u16::from_le_bytes([block[at], block[at + 1]]) as u32) << 16) as f64
+                };
+                let want: f64 = decoded.iter().enumerate().map(|(k, &w)| w as f64 * input(k)).sum();
+                difference += (want - f32::from_bits(got[row * outputs + o]) as f64).abs();
+                size += want.abs();
+            }
+        }
+        assert!(difference <= 1e-6 * size, "{format} {outputs}x{cols}: {:.1e}", difference / size);
+    }
+}
+
+#[test]
+fn extreme_codes_do_not_saturate() {
+    let Some(kernel) = kernel_or_skip() else { return };
+    // Weights and inputs at the ends of their ranges: the largest sums that can be.
+    let cols = 512;
+    for (code, value) in [(0x80u8, -128.0f32), (0x7f, 127.0)] {
+        for sign in [-127f32, 127.0] {
+            let codes = vec![code; 16 * cols];
+            let scales = 1f32.to_le_bytes().repeat(16);
+            let format = Format::Int8(Group::Row);
+            let scales = Some((scales.into(), ScaleType::F32));
+            let matrix = Matrix::new(format, 16, cols, codes.into(), scales).unwrap();
+            let (layout, _) = kernel.accepts(format, 16, cols).unwrap();
+            let x = Rows::new(kernel, layout, &vec![sign; cols * 20], cols);
+            let got = product(kernel.with_crossover(TILES), &pack(kernel, &matrix), 0..16, &x, 0..20);
+            let want = sign * value * cols as f32;
+            assert!(got.iter().all(|&v| f32::from_bits(v) == want), "{code:#x} {sign}");
+        }
+    }
+}
+
+#[test]
+fn what_is_declined_has_a_reason() {
+    let why = Amx::detect(Tier::Avx512Bf16).unwrap_err();
+    assert!(why.0.contains("avx512bf16") && why.0.contains("amx"), "{why}");
+    if let Err(refusal) = kt_core::cpu::amx::permission() {
+        let why = Amx::detect(Tier::Amx).unwrap_err();
+        assert_eq!(why.0, refusal.to_string());
+    }
+    let Some(kernel) = kernel_or_skip() else { return };
+    for format in [Format::F32, Format::F16, Format::Int4(Group::Of(48))] {
+        let why = kernel.accepts(format, 64, 768).unwrap_err();
+        assert!(why.0.contains(&format.to_string()), "{why}");
+    }
+}
+
+#[test]
+fn a_crossover_can_be_measured() {
+    let Some(kernel) = kernel_or_skip() else { return };
+    let found = kernel.measure_on(64, 128).unwrap();
+    assert!((1..=64).contains(&found.int8) && (1..=64).contains(&found.bf16), "{found}");
+    assert_eq!(kernel.with_crossover(found).crossover(), found);
+}
+
+#[test]
+fn conformance() {
+    // Whatever tier the suite asks for, this one answers; it is tested once.
+    kt_core::testing::conformance(|_| kernel().map(Amx::into_backend));
+}

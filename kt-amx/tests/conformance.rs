@@ -1,0 +1,6 @@
+//! The suite that every backend passes, on machines with AMX. On others it runs in the unit tests, by the emulator.
+
+#[test]
+fn conformance() {
+    kt_core::testing::conformance(kt_amx::backend);
+}

@@ -1,0 +1,214 @@
+//! Making an item: reading its source, rounding it, and measuring what that cost.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use bytes::Bytes;
+use rayon::prelude::*;
+use serde_json::{Value, json};
+
+use super::layout::{self, Sides};
+use super::plan::{Item, What};
+use crate::error::{Error, Result};
+use crate::format::{Format, Matrix};
+use crate::quantize::{Errors, recode};
+use crate::source::WeightSource;
+
+/// Rows of an item that are made together: all of them, or some of a matrix too large for that.
+pub struct Made {
+    /// The codes, or the bytes of a copy.
+    pub codes: Bytes,
+    pub sides: Sides,
+    pub sums: Sums,
+}
+
+/// What is added up over the values of a tensor to tell its error.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Sums {
+    pub values: u64,
+    pub abs: f64,
+    pub square: f64,
+    pub abs_diff: f64,
+    pub square_diff: f64,
+}
+
+impl Sums {
+    pub fn add(&mut self, other: &Sums) {
+        self.values += other.values;
+        self.abs += other.abs;
+        self.square += other.square;
+        self.abs_diff += other.abs_diff;
+        self.square_diff += other.square_diff;
+    }
+
+    /// In proportion to the values; infinite where zeros became something else.
+    pub fn errors(&self) -> Errors {
+        let ratio = |diff: f64, of: f64| if diff == 0.0 { 0.0 } else { diff / of };
+        Errors {
+            mean_abs_ratio: ratio(self.abs_diff, self.abs),
+            rms_ratio: ratio(self.square_diff, self.square).sqrt(),
+        }
+    }
+
+    /// As a journal keeps them, exactly.
+    pub fn to_json(self) -> Value {
+        let bits = [self.abs, self.square, self.abs_diff, self.square_diff].map(f64::to_bits);
+        json!([self.values, bits[0], bits[1], bits[2], bits[3]])
+    }
+
+    /// What [`to_json`](Self::to_json) gave.
+    pub fn from_json(json: &Value) -> Option<Self> {
+        let number = |i: usize| json.get(i)?.as_u64();
+        let float = |i: usize| number(i).map(f64::from_bits);
+        Some(Sums {
+            values: number(0)?,
+            abs: float(1)?,
+            square: float(2)?,
+            abs_diff: float(3)?,
+            square_diff: float(4)?,
+        })
+    }
+}
+
+/// Rows that may be cut off: what shares scales over rows, or words of zero points, stays together.
+pub const STEP: usize = 128;
+
+/// Makes rows of an item. The same bytes come out whichever rows are made together, on any number of threads.
+pub fn make(source: &dyn WeightSource, item: &Item, rows: Range<usize>) -> Result<Made> {
+    if let What::Bytes(name) = &item.what {
+        let stored = source.stored(name).filter(|s| s.bytes.len() as u64 == item.bytes);
+        let stored = stored.ok_or_else(|| Error::tensor(source.path(), name, "is not what it was when this began"))?;
+        return Ok(Made { codes: stored.bytes.slice(rows), sides: Sides::default(), sums: Sums::default() });
+    }
+    let fail = |what: String| {
+        let (file, name) = match &item.what {
+            What::Expert(layer, expert, proj) => source.tensor_name(*layer, *expert, *proj),
+            _ => (source.path().to_owned(), item.name.clone()),
+        };
+        Error::tensor(file, name, what)
+    };
+    let whole = read(source, &item.what)?;
+    if (whole.rows(), whole.cols()) != (item.rows, item.cols) {
+        let found = (whole.rows(), whole.cols());
+        return Err(fail(format!("is {found:?}, but ({}, {}) was announced", item.rows, item.cols)));
+    }
+    let part = match rows.len() == item.rows {
+        true => whole,
+        false => whole.select_rows(rows.start, 1, rows.len()).map_err(fail)?,
+    };
+    let made = recode(&part, item.format).map_err(fail)?;
+    let sums = if part.format() == item.format { Sums::default() } else { compare(&part, &made) };
+    let sides = match item.sides {
+        true => Sides::of(&made, item.scales).map_err(fail)?,
+        false => Sides::default(),
+    };
+    if item.sides
+        && let Some(zero) = layout::zero_point_beyond_codes(&made)
+    {
+        return Err(fail(format!("has a zero point of {zero}, which packed words cannot hold; choose another format")));
+    }
+    Ok(Made { codes: layout::codes(&made), sides, sums })
+}
+
+/// Lets go of the pages of what an item was made of.
+pub fn release(source: &dyn WeightSource, item: &Item) {
+    match &item.what {
+        // All three projections at once: with the last one.
+        What::Expert(layer, expert, _) => source.release(*layer, *expert),
+        What::Bias(..) => {}
+        What::Tensor(name) | What::Bytes(name) => source.release_tensor(name),
+        What::Keys { from, .. } | What::Values { from, .. } => source.release_tensor(from),
+        What::KeysAndValues { keys, values, .. } => {
+            source.release_tensor(keys);
+            source.release_tensor(values);
+        }
+    }
+}
+
+fn read(source: &dyn WeightSource, what: &What) -> Result<Matrix> {
+    let numbers = |rows: usize, cols: usize, values: Cow<'_, [f32]>| {
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        Matrix::new(Format::F32, rows, cols, bytes.into(), None).map_err(|e| Error::file(source.path(), e))
+    };
+    match what {
+        What::Expert(layer, expert, proj) => source.matrix(*layer, *expert, *proj),
+        What::Bias(layer, expert, proj) => {
+            let bias = source.bias(*layer, *expert, *proj)?;
+            let bias = bias.ok_or_else(|| Error::file(source.path(), format!("layer {layer}: its biases are gone")))?;
+            numbers(1, bias.len(), bias.into())
+        }
+        What::Tensor(name) | What::Bytes(name) => source.tensor(name),
+        What::Keys { from, nope, value } => {
+            let m = source.tensor(from)?;
+            let (narrow, all) = (m.cols(), m.decode());
+            let heads = all.chunks_exact((nope + value) * narrow);
+            let keys: Vec<f32> = heads
+                .flat_map(|head| (0..narrow).flat_map(move |l| (0..*nope).map(move |n| head[n * narrow + l])))
+                .collect();
+            numbers(keys.len() / nope, *nope, keys.into())
+        }
+        What::Values { from, nope, value } => {
+            let m = source.tensor(from)?;
+            let (narrow, all) = (m.cols(), m.decode());
+            let heads = all.chunks_exact((nope + value) * narrow);
+            let values: Vec<f32> = heads.flat_map(|head| &head[nope * narrow..]).copied().collect();
+            numbers(values.len() / narrow, narrow, values.into())
+        }
+        What::KeysAndValues { keys, values, heads } => {
+            let (k, v) = (source.tensor(keys)?, source.tensor(values)?);
+            let (nope, narrow, value) = (k.cols(), k.rows() / heads, v.rows() / heads);
+            let (k, v) = (k.decode(), v.decode());
+            let mut all = Vec::with_capacity(k.len() + v.len());
+            for (k, v) in k.chunks_exact(nope * narrow).zip(v.chunks_exact(value * narrow)) {
+                all.extend((0..nope).flat_map(|n| (0..narrow).map(move |l| k[l * nope + n])));
+                all.extend(v);
+            }
+            numbers(heads * (nope + value), narrow, all.into())
+        }
+    }
+}
+
+/// Adds up over all values how far they are from what they were. Bands are added in their order: the same numbers come out on any
+/// number of threads.
+fn compare(before: &Matrix, after: &Matrix) -> Sums {
+    const BAND: usize = 16;
+    let cols = before.cols();
+    let bands: Vec<Sums> = (0..before.rows().div_ceil(BAND))
+        .into_par_iter()
+        .map_init(
+            || (vec![0.0; cols], vec![0.0; cols]),
+            |(b, a), band| {
+                let mut sums = Sums::default();
+                for row in band * BAND..before.rows().min((band + 1) * BAND) {
+                    before.decode_row(row, b);
+                    after.decode_row(row, a);
+                    sums.add(&row_sums(b, a));
+                }
+                sums
+            },
+        )
+        .collect();
+    let mut sums = Sums::default();
+    bands.iter().for_each(|band| sums.add(band));
+    sums
+}
+
+/// Of a row, in lanes of F32 that are added up every 64 columns: enough digits for a ratio, and fast.
+fn row_sums(before: &[f32], after: &[f32]) -> Sums {
+    let mut sums = Sums { values: before.len() as u64, ..Sums::default() };
+    for (before, after) in before.chunks(64).zip(after.chunks(64)) {
+        let mut lanes = [[0f32; 8]; 4];
+        for (b, a) in before.chunks(8).zip(after.chunks(8)) {
+            for (i, (&b, &a)) in b.iter().zip(a).enumerate() {
+                let diff = a - b;
+                lanes[0][i] += b.abs();
+                lanes[1][i] += b * b;
+                lanes[2][i] += diff.abs();
+                lanes[3][i] += diff * diff;
+            }
+        }
+        let [abs, square, abs_diff, square_diff] = lanes.map(|l| l.iter().map(|&v| v as f64).sum::<f64>());
+        sums.add(&Sums { values: 0, abs, square, abs_diff, square_diff });
+    }
+    sums
+}

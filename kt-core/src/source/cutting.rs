@@ -1,0 +1,42 @@
+//! How byte-level BPE tokenizers cut texts before merging: public patterns of the models that GGUF's `tokenizer.ggml.pre` is named
+//! after.
+
+/// One way to cut.
+#[derive(Debug)]
+pub struct Cutting {
+    /// Names in GGUF files.
+    pub pre: &'static [&'static str],
+    /// Regular expressions, one after the other; what matches is a piece.
+    pub patterns: &'static [&'static str],
+    /// Composes characters first.
+    pub nfc: bool,
+}
+
+/// The pattern that byte-level tokenizers have where they name none.
+pub const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+
+/// All that are known.
+pub static ALL: &[Cutting] = &[
+    Cutting { pre: &["gpt-2"], patterns: &[GPT2], nfc: false },
+    Cutting {
+        pre: &["qwen2"],
+        patterns: &[
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ],
+        nfc: true,
+    },
+    Cutting {
+        pre: &["deepseek-v3"],
+        patterns: &[
+            r"\p{N}{1,3}",
+            r"[\x{4e00}-\x{9fa5}\x{3040}-\x{309f}\x{30a0}-\x{30ff}]+",
+            r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##,
+        ],
+        nfc: false,
+    },
+];
+
+/// The one of a name.
+pub fn named(pre: &str) -> Option<&'static Cutting> {
+    ALL.iter().find(|c| c.pre.contains(&pre))
+}

@@ -1,0 +1,469 @@
+//! Conversions: what is written is what the encoders give, whatever the containers; interrupted ones go on to the same bytes.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use common::{Dir, refused};
+use kt_core::convert::{Container, Conversion, Options, verify};
+use kt_core::quantize::{encode, recode, relative_error};
+use kt_core::source::Stored;
+use kt_core::{Error, Format, Group, LayerSpec, Matrix, Metadata, Progress, Proj, Result, Routing, WeightSource, open};
+
+const REFERENCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/reference");
+
+/// The reference checkpoints.
+const SOURCES: [&str; 9] = [
+    "qwen3_moe/bf16",
+    "qwen3_moe/fp8_block",
+    "qwen3_moe/rawint4",
+    "qwen3_moe/gguf-Q4_K/qwen3_moe-Q4_K.gguf",
+    "qwen3_moe/gguf-Q6_K/qwen3_moe-Q6_K.gguf",
+    "qwen3_moe/gguf-Q8_0/qwen3_moe-Q8_0.gguf",
+    "deepseek_v3/bf16",
+    "deepseek_v3/fp8_block",
+    "deepseek_v3/rawint4",
+];
+
+const DIRECTORY: [Format; 13] = [
+    Format::Bf16,
+    Format::Fp8Block,
+    Format::Fp8Channel,
+    Format::Int4(Group::Of(32)),
+    Format::Int4(Group::Of(64)),
+    Format::Int4(Group::Of(128)),
+    Format::Int4Asym(Group::Of(32)),
+    Format::Int4Asym(Group::Of(128)),
+    Format::Int8(Group::Row),
+    Format::Int8(Group::Of(32)),
+    Format::Int8Offset(Group::Of(128)),
+    Format::Int8Asym(Group::Of(32)),
+    Format::Mxfp4,
+];
+
+const GGUF: [Format; 9] = [
+    Format::Bf16,
+    Format::Q8_0,
+    Format::Q4_0,
+    Format::Q4_1,
+    Format::Q5_0,
+    Format::Q4K,
+    Format::Q5K,
+    Format::Q6K,
+    Format::Mxfp4Ggml,
+];
+
+fn reference(path: &str) -> Arc<dyn WeightSource> {
+    open(Path::new(REFERENCE).join(path)).unwrap()
+}
+
+fn convert(source: &Arc<dyn WeightSource>, output: &Path, options: Options) -> Arc<dyn WeightSource> {
+    let conversion = Conversion::plan(source.clone(), output, options).unwrap();
+    conversion.write(&Progress::default()).unwrap().publish(None).unwrap();
+    open(output).unwrap()
+}
+
+fn options(output: &Path, format: Format) -> Options {
+    Options::new(Container::of(output), format)
+}
+
+/// All files of an output by name: of a directory, or a file and its report.
+fn files(output: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let dir = if output.is_dir() { output } else { output.parent().unwrap() };
+    let all = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path());
+    all.map(|p| (p.file_name().unwrap().into(), std::fs::read(&p).unwrap())).collect()
+}
+
+/// The format that stands in for one whose blocks are longer than rows.
+fn in_place_of(format: Format, cols: usize) -> Format {
+    match format {
+        _ if format.row_bytes(cols).is_ok() => format,
+        Format::Q4K => Format::Q5_0,
+        Format::Q5K => Format::Q5_1,
+        Format::Q6K => Format::Q8_0,
+        _ => panic!("{format} does not take {cols} columns"),
+    }
+}
+
+/// Every expert of the output is, to the bit, what the encoder makes of the source's.
+fn check_experts(source: &dyn WeightSource, output: &dyn WeightSource, format: Format) {
+    assert_eq!(source.layers().len(), output.layers().len());
+    for (spec, out) in source.layers().iter().zip(output.layers()) {
+        assert_eq!((spec.index, spec.experts, spec.top_k), (out.index, out.experts, out.top_k));
+        for (expert, proj) in (0..spec.experts).flat_map(|e| Proj::ALL.map(|p| (e, p))) {
+            let before = source.matrix(spec.index, expert, proj).unwrap();
+            let format = in_place_of(format, before.cols());
+            let due = recode(&before, format).unwrap();
+            let got = output.matrix(out.index, expert, proj).unwrap();
+            // One group a row is read as what it is: a scale per row.
+            let whole_row = format.group() == Some(Group::Of(before.cols() as u32));
+            assert!(got.format() == format || whole_row, "{proj:?}: {} in place of {format}", got.format());
+            assert!(same(&got, &due), "layer {}, expert {expert}, {proj:?} in {format}", spec.index);
+        }
+    }
+}
+
+fn same(a: &Matrix, b: &Matrix) -> bool {
+    let bits = |m: &Matrix| m.decode().into_iter().map(f32::to_bits).collect::<Vec<_>>();
+    (a.rows(), a.cols()) == (b.rows(), b.cols()) && bits(a) == bits(b)
+}
+
+/// Everything else of the output, where the container stays, has the values of the source.
+fn check_dense(source: &dyn WeightSource, output: &dyn WeightSource) {
+    let weights = |s: &dyn WeightSource| {
+        let names = s.tensors().into_iter();
+        names.filter(|n| s.tensor(n).is_ok() && !n.contains("scale")).collect::<Vec<_>>()
+    };
+    assert_eq!(weights(source), weights(output));
+    for name in weights(source) {
+        assert!(same(&source.tensor(&name).unwrap(), &output.tensor(&name).unwrap()), "{name}");
+    }
+}
+
+#[test]
+fn every_source_becomes_every_format_of_directories() {
+    let dir = Dir::new("convert-directories");
+    for (i, path) in SOURCES.iter().enumerate() {
+        let source = reference(path);
+        for (k, format) in DIRECTORY.into_iter().enumerate() {
+            let output = dir.0.join(format!("{i}-{k}"));
+            let written = convert(&source, &output, options(&output, format));
+            check_experts(&*source, &*written, format);
+            assert_eq!(source.routing(1), written.routing(1), "{path} to {format}");
+            if !path.ends_with(".gguf") {
+                check_dense(&*source, &*written);
+            }
+            verify(&output, &Progress::default()).unwrap();
+            std::fs::remove_dir_all(&output).unwrap();
+        }
+    }
+}
+
+#[test]
+fn every_source_becomes_every_type_of_gguf() {
+    let dir = Dir::new("convert-ggufs");
+    for (i, path) in SOURCES.iter().enumerate() {
+        let source = reference(path);
+        for (k, format) in GGUF.into_iter().enumerate() {
+            let output = dir.0.join(format!("{i}-{k}.gguf"));
+            let written = convert(&source, &output, options(&output, format));
+            check_experts(&*source, &*written, format);
+            assert_eq!(source.routing(1), written.routing(1), "{path} to {format}");
+            if path.ends_with(".gguf") {
+                check_dense(&*source, &*written);
+            }
+            verify(&output, &Progress::default()).unwrap();
+            std::fs::remove_file(&output).unwrap();
+        }
+    }
+}
+
+/// There and back again through GGUF, in formats that lose nothing.
+#[test]
+fn names_and_numbers_come_back_from_gguf() {
+    for path in ["qwen3_moe/bf16", "deepseek_v3/bf16"] {
+        let dir = Dir::new(&format!("convert-back-{}", path.len()));
+        let (source, file, back) = (reference(path), dir.0.join("m.gguf"), dir.0.join("back"));
+        let gguf = convert(&source, &file, options(&file, Format::Bf16));
+        let back = convert(&gguf, &back, options(&back, Format::Bf16));
+        check_experts(&*source, &*back, Format::Bf16);
+        check_dense(&*source, &*back);
+        let (Metadata::HuggingFace(before), Metadata::HuggingFace(after)) = (source.metadata(), back.metadata()) else {
+            panic!("no configs");
+        };
+        // What describes the model, and nothing that only transformers knows.
+        let free = ["auto_map", "ep_size", "initializer_range", "max_window_layers", "moe_layer_freq"];
+        let free = [&free[..], &["output_router_logits", "router_aux_loss_coef", "sliding_window"]].concat();
+        let free =
+            [&free[..], &["transformers_version", "rope_scaling", "rope_theta", "num_nextn_predict_layers"]].concat();
+        for (key, value) in before.as_object().unwrap().iter().filter(|(k, _)| !free.contains(&k.as_str())) {
+            assert_eq!(after.get(key), Some(value), "{path}: {key}");
+        }
+        let number = |c: &serde_json::Value, at: &str| c.pointer(at).and_then(serde_json::Value::as_f64);
+        for at in ["/rope_theta", "/rope_scaling/factor", "/rope_scaling/beta_fast", "/rope_scaling/mscale_all_dim"] {
+            assert_eq!(number(before, at), number(after, at), "{path}: {at}");
+        }
+        let json = |s: &dyn WeightSource| -> serde_json::Value {
+            serde_json::from_slice(&s.side_file("tokenizer.json").unwrap().unwrap()).unwrap()
+        };
+        let (before, after) = (json(&*source), json(&*back));
+        for at in ["/model/vocab", "/added_tokens", "/normalizer", "/pre_tokenizer"] {
+            assert_eq!(before.pointer(at), after.pointer(at), "{path}: {at}");
+        }
+    }
+}
+
+/// Linear layers outside of experts, and both ends, are re-encoded where that is asked for, and nothing else is.
+#[test]
+fn other_layers_change_when_asked() {
+    let dir = Dir::new("convert-dense");
+    for path in ["qwen3_moe/bf16", "deepseek_v3/fp8_block", "qwen3_moe/gguf-Q8_0/qwen3_moe-Q8_0.gguf"] {
+        let source = reference(path);
+        for (name, format) in [("a", Format::Int8(Group::Row)), ("b", Format::Fp8Block), ("c.gguf", Format::Q8_0)] {
+            let output = dir.0.join(name);
+            let gguf = name.ends_with("gguf");
+            let head = gguf.then_some(Format::Q4_0);
+            let with = Options { dense: Some(format), head, ..options(&output, format) };
+            let written = convert(&source, &output, with);
+            check_experts(&*source, &*written, format);
+            let kind = |name: &str| written.tensor(name).unwrap().format();
+            let (q, norm, end) = match (gguf, path.starts_with("qwen")) {
+                (true, true) => ("blk.0.attn_q.weight", "blk.0.attn_norm.weight", "token_embd.weight"),
+                (true, false) => ("blk.0.attn_q_b.weight", "blk.0.attn_norm.weight", "token_embd.weight"),
+                (false, true) => (
+                    "model.layers.0.self_attn.q_proj.weight",
+                    "model.layers.0.input_layernorm.weight",
+                    "model.embed_tokens.weight",
+                ),
+                (false, false) => (
+                    "model.layers.0.self_attn.q_b_proj.weight",
+                    "model.layers.0.input_layernorm.weight",
+                    "model.embed_tokens.weight",
+                ),
+            };
+            assert_eq!(kind(q), format, "{path} to {name}");
+            assert_eq!(kind(end), if gguf { Format::Q4_0 } else { Format::Bf16 }, "{path} to {name}");
+            assert!(matches!(kind(norm), Format::F32 | Format::Bf16), "{path} to {name}");
+            match gguf {
+                true => std::fs::remove_file(&output).unwrap(),
+                false => std::fs::remove_dir_all(&output).unwrap(),
+            }
+        }
+    }
+}
+
+#[test]
+fn experts_alone_and_kept_formats() {
+    let dir = Dir::new("convert-kept");
+    for path in SOURCES.iter().filter(|p| !p.ends_with("gguf")) {
+        let (source, output) = (reference(path), dir.0.join("kept"));
+        let with = Options { experts: None, experts_only: true, ..options(&output, Format::F32) };
+        let conversion = Conversion::plan(source.clone(), &output, with).unwrap();
+        let report = conversion.write(&Progress::default()).unwrap().publish(None).unwrap();
+        assert_eq!(report.experts().rms_ratio, 0.0);
+        let written = open(&output).unwrap();
+        assert!(written.tensors().is_empty(), "{path}");
+        check_experts(&*source, &*written, source.layers()[0].formats[0]);
+        std::fs::remove_dir_all(&output).unwrap();
+    }
+}
+
+/// A source whose matrices cannot be read any more after some of them.
+struct Failing {
+    source: Arc<dyn WeightSource>,
+    left: AtomicUsize,
+}
+
+impl WeightSource for Failing {
+    fn path(&self) -> &Path {
+        self.source.path()
+    }
+
+    fn layers(&self) -> &[LayerSpec] {
+        self.source.layers()
+    }
+
+    fn matrix(&self, layer: usize, expert: usize, proj: Proj) -> Result<Matrix> {
+        match self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1)) {
+            Ok(_) => self.source.matrix(layer, expert, proj),
+            Err(_) => Err(Error::file(self.path(), "the disk is gone")),
+        }
+    }
+
+    fn tensor_name(&self, layer: usize, expert: usize, proj: Proj) -> (PathBuf, String) {
+        self.source.tensor_name(layer, expert, proj)
+    }
+
+    fn metadata(&self) -> &Metadata {
+        self.source.metadata()
+    }
+
+    fn routing(&self, layer: usize) -> Option<Routing> {
+        self.source.routing(layer)
+    }
+
+    fn tensors(&self) -> Vec<String> {
+        self.source.tensors()
+    }
+
+    fn tensor(&self, name: &str) -> Result<Matrix> {
+        self.source.tensor(name)
+    }
+
+    fn dense_bytes(&self) -> u64 {
+        self.source.dense_bytes()
+    }
+
+    fn stored(&self, name: &str) -> Option<Stored> {
+        self.source.stored(name)
+    }
+
+    fn side_file(&self, name: &str) -> Result<Option<Vec<u8>>> {
+        self.source.side_file(name)
+    }
+}
+
+/// Ended over and over, on one thread and with little memory: the bytes are those of one run.
+#[test]
+fn interrupted_conversions_end_in_the_same_bytes() {
+    for (name, source, format) in [
+        ("out", "deepseek_v3/fp8_block", Format::Int4Asym(Group::Of(32))),
+        ("out.gguf", "deepseek_v3/bf16", Format::Q4K),
+    ] {
+        let (source, whole) = (reference(source), Dir::new(&format!("convert-whole-{name}")));
+        let with = |output: &Path| Options { shard_bytes: 300_000, ..options(output, format) };
+        let output = whole.0.join(name);
+        convert(&source, &output, with(&output));
+        let due = files(&output);
+        let cut = Dir::new(&format!("convert-cut-{name}"));
+        let output = cut.0.join(name);
+        let journal = cut.0.join(format!("{name}.journal"));
+        let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+        let (mut rounds, mut lines) = (0, 0);
+        loop {
+            let failing = Arc::new(Failing { source: source.clone(), left: AtomicUsize::new(usize::MAX) });
+            let little = Options { memory: (1 << 20) + rounds, ..with(&output) };
+            let conversion = Conversion::plan(failing.clone(), &output, little).unwrap();
+            failing.left.store(7, Ordering::Relaxed);
+            match one.install(|| conversion.write(&Progress::default())) {
+                Ok(finished) => {
+                    finished.publish(None).unwrap();
+                    break;
+                }
+                Err(e) => assert!(e.to_string().contains("the disk is gone"), "{e}"),
+            }
+            assert!(!output.exists());
+            let mut text = std::fs::read(&journal).unwrap();
+            let now = text.iter().filter(|&&b| b == b'\n').count();
+            assert!(now > lines, "round {rounds} got no further than {lines} lines");
+            lines = now;
+            match rounds {
+                // What a crash may leave: a torn line, and bytes that nobody vouches for.
+                2 => {
+                    text.extend(br#"{"file": 0, "it"#);
+                    std::fs::write(&journal, text).unwrap();
+                }
+                // What the journal promised is gone.
+                4 => {
+                    let dir = cut.0.join(format!("{name}.partial"));
+                    let partial = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path());
+                    let partial = partial.filter(|p| p.extension().is_some_and(|e| e == "partial")).last().unwrap();
+                    let file = std::fs::OpenOptions::new().write(true).open(partial).unwrap();
+                    file.set_len(file.metadata().unwrap().len() / 2).unwrap();
+                    lines = 0;
+                }
+                _ => {}
+            }
+            rounds += 1;
+        }
+        assert!(rounds > 5, "{rounds}");
+        let got = files(&output);
+        assert_eq!(got.keys().collect::<Vec<_>>(), due.keys().collect::<Vec<_>>());
+        assert!(got == due, "the files of {name} differ");
+        // Nothing is left beside.
+        assert_eq!(std::fs::read_dir(&cut.0).unwrap().count(), if name == "out" { 1 } else { 2 });
+    }
+}
+
+#[test]
+fn damaged_files_are_found() {
+    let dir = Dir::new("convert-damaged");
+    let source = reference("qwen3_moe/bf16");
+    let (directory, file) = (dir.0.join("d"), dir.0.join("m.gguf"));
+    convert(&source, &directory, Options { shard_bytes: 1 << 20, ..options(&directory, Format::Int4(Group::Of(32))) });
+    convert(&source, &file, options(&file, Format::Q8_0));
+    let mut shards: Vec<PathBuf> = files(&directory).into_keys().map(|name| directory.join(name)).collect();
+    shards.retain(|p| p.extension().is_some_and(|e| e == "safetensors"));
+    assert!(shards.len() > 2);
+    let shard = shards.swap_remove(1);
+    for (output, damaged) in [(&directory, &shard), (&file, &file)] {
+        verify(output, &Progress::default()).unwrap();
+        let good = std::fs::read(damaged).unwrap();
+        let mut bad = good.clone();
+        let middle = bad.len() / 2;
+        bad[middle] ^= 1;
+        std::fs::write(damaged, &bad).unwrap();
+        let name = damaged.file_name().unwrap().to_str().unwrap();
+        refused(verify(output, &Progress::default()), &[name, "checksum", "1 of"]);
+        std::fs::write(damaged, &good[..middle]).unwrap();
+        refused(verify(output, &Progress::default()), &[name, "bytes in place of"]);
+        std::fs::remove_file(damaged).unwrap();
+        refused(verify(output, &Progress::default()), &[name, "cannot be read"]);
+    }
+    refused(verify(&Path::new(REFERENCE).join("qwen3_moe/bf16"), &Progress::default()), &["no checksums"]);
+}
+
+#[test]
+fn what_cannot_be_is_refused() {
+    let dir = Dir::new("convert-refused");
+    let source = reference("qwen3_moe/bf16");
+    let plan = |name: &str, with: Options| Conversion::plan(source.clone(), &dir.0.join(name), with).map(|_| ());
+    let directory = |format| Options::new(Container::Safetensors, format);
+    let gguf = |format| Options::new(Container::Gguf, format);
+    refused(plan("a", directory(Format::Q4K)), &["Q4_K", "directory of safetensors"]);
+    refused(plan("a.gguf", gguf(Format::Int4(Group::Of(32)))), &["INT4-g32", "GGUF"]);
+    refused(plan("a", directory(Format::Int4Ordered(Group::Of(32)))), &["INT4-ordered"]);
+    refused(plan("a", directory(Format::Int4(Group::Of(96)))), &["multiples of 96"]);
+    refused(plan("a", Options { memory: 1000, ..directory(Format::Bf16) }), &["1 MiB"]);
+    refused(plan("a", Options { dense: Some(Format::Q8_0), ..directory(Format::Bf16) }), &["Q8_0", "_proj"]);
+    // Somebody else's output, and somebody else's half of one.
+    let output = dir.0.join("there");
+    convert(&source, &output, directory(Format::Bf16));
+    let again = Conversion::plan(source.clone(), &output, directory(Format::Bf16)).unwrap();
+    refused(again.is_published(), &["is there already"]);
+    let output = dir.0.join("half");
+    let progress = Progress::default();
+    progress.cancel();
+    let half = Conversion::plan(source.clone(), &output, directory(Format::Bf16)).unwrap();
+    assert!(half.write(&progress).is_err());
+    let other = Conversion::plan(source.clone(), &output, directory(Format::Mxfp4)).unwrap();
+    refused(other.write(&Progress::default()).map(|_| ()), &["half.journal", "other options"]);
+}
+
+#[test]
+fn rejected_results_are_no_checkpoints() {
+    let dir = Dir::new("convert-rejected");
+    let (source, output) = (reference("qwen3_moe/bf16"), dir.0.join("out"));
+    let plan = || Conversion::plan(source.clone(), &output, options(&output, Format::Int4(Group::Of(128)))).unwrap();
+    let conversion = plan();
+    let finished = conversion.write(&Progress::default()).unwrap();
+    let worst = finished.report().worst(1)[0].clone();
+    assert!(worst.errors.rms_ratio > 0.05, "{worst:?}");
+    open(finished.path()).unwrap();
+    let partial = finished.path();
+    let report = finished.reject(None).unwrap();
+    assert!(report.is_file() && !output.exists());
+    assert!(open(&partial).is_err());
+    drop(conversion);
+    // Whoever accepts it after all has it at once.
+    plan().write(&Progress::default()).unwrap().publish(None).unwrap();
+    open(&output).unwrap();
+}
+
+/// The report's errors are those of the values.
+#[test]
+fn reports_tell_the_errors() {
+    let dir = Dir::new("convert-report");
+    let (source, output) = (reference("qwen3_moe/bf16"), dir.0.join("out"));
+    let conversion = Conversion::plan(source.clone(), &output, options(&output, Format::Mxfp4)).unwrap();
+    let report = conversion.write(&Progress::default()).unwrap().publish(None).unwrap();
+    let experts = source.layers().iter().map(|l| l.experts * 3).sum::<usize>();
+    assert_eq!(report.tensors.len(), experts);
+    for t in report.worst(3) {
+        let name = t.name.strip_prefix("model.layers.").unwrap();
+        let parts: Vec<&str> = name.split('.').collect();
+        let proj = Proj::ALL[["gate_proj", "up_proj", "down_proj"].iter().position(|p| *p == parts[4]).unwrap()];
+        let before = source.matrix(parts[0].parse().unwrap(), parts[3].parse().unwrap(), proj).unwrap();
+        let after = encode(Format::Mxfp4, before.rows(), before.cols(), &before.decode()).unwrap();
+        let due = relative_error(&before.decode(), &after.decode());
+        assert!((t.errors.rms_ratio / due.rms_ratio - 1.0).abs() < 1e-5, "{t:?}, {due:?}");
+        assert!((t.errors.mean_abs_ratio / due.mean_abs_ratio - 1.0).abs() < 1e-5, "{t:?}, {due:?}");
+    }
+    let json: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(output.join("kt-convert.json")).unwrap()).unwrap();
+    assert_eq!(json["worst"].as_array().unwrap().len(), 10);
+    assert_eq!(json["worst"][0]["name"], report.worst(1)[0].name);
+}
