@@ -35,7 +35,7 @@ fn plugin(name: &str) -> PathBuf {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     let built = BUILT.get_or_init(|| {
         run(Command::new(env!("CARGO"))
-            .args(["build", "--locked", "--lib", "--examples", "--manifest-path"])
+            .args(["build", "--lib", "--examples", "--manifest-path"])
             .arg(sources().join("Cargo.toml"))
             .arg("--target-dir")
             .arg(work_dir()));
