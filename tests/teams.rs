@@ -80,6 +80,49 @@ fn random_shapes_give_the_same_bits_on_every_team() {
     }
 }
 
+/// Machines as the files of their systems tell of them: uneven cores, a node without memory, a node that a cpuset cuts.
+#[test]
+fn lopsided_machines_give_the_same_bits() {
+    let root = std::env::temp_dir().join(format!("kt-teams-{}", std::process::id()));
+    let machine = |name: &str, allowed: &str, nodes: &[(&str, &str)]| {
+        let root = root.join(name);
+        let write = |path: &str, text: &str| {
+            let path = root.join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        write("proc/self/status", &format!("Cpus_allowed_list:\t{allowed}\n"));
+        write("sys/devices/system/cpu/online", "0-7\n");
+        for (node, (cpus, kib)) in nodes.iter().enumerate() {
+            write(&format!("sys/devices/system/node/node{node}/cpulist"), cpus);
+            write(&format!("sys/devices/system/node/node{node}/meminfo"), &format!("Node {node} MemTotal: {kib} kB"));
+        }
+        Topology::under(&root)
+    };
+    let machines = [
+        (machine("one", "0", &[("0-7", "1024")]), vec![1]),
+        (machine("uneven", "0-7", &[("0-4", "1024"), ("5-6", "1024"), ("7", "1024")]), vec![5, 2, 1]),
+        (machine("no-memory", "0-7", &[("0-3", "1024"), ("4-7", "0")]), vec![8]),
+        (machine("three-and-none", "0-7", &[("0-1", "1024"), ("2-3", "0"), ("4-7", "1024")]), vec![4, 4]),
+        (machine("cut", "0,4-7", &[("0-3", "1024"), ("4-7", "1024")]), vec![1, 4]),
+    ];
+    std::fs::remove_dir_all(&root).unwrap();
+    let builder = SyntheticSource::builder().hidden(416).intermediate(704).experts(6).top_k(2).layers(1);
+    let source = builder.format(Format::Int4(Group::Of(32))).build().unwrap();
+    let input: Vec<f32> = (0..11 * 416).map(|i| (i as f32 * 0.61).sin()).collect();
+    let ids: Vec<i32> = (0..22).map(|i| i * 5 % 6).collect();
+    let mut outputs = Vec::new();
+    for (topology, threads) in machines {
+        let team = Team::builder().topology(topology).build().unwrap();
+        assert_eq!(team.shares().iter().map(|s| s.threads).collect::<Vec<_>>(), threads, "{:?}", team.shares());
+        let experts = kt::runtime().team(team).build().unwrap().load(&source).unwrap();
+        let mut batch = Batch::new(11, input.clone(), ids.clone(), vec![0.5; 22]).unwrap();
+        experts.layer(0).unwrap().forward(&mut batch).unwrap();
+        outputs.push(batch.into_output());
+    }
+    assert!(outputs.windows(2).all(|w| w[0] == w[1]));
+}
+
 #[test]
 fn dense_matrices_give_the_same_bits_on_every_team() {
     let source = SyntheticSource::builder()

@@ -119,6 +119,9 @@ impl Opened {
         })?;
         eprintln!("loaded   in {:.2} s", start.elapsed().as_secs_f64());
         eprint!("{}", cache_text("cache    ", model.packed_cache()));
+        for residence in model.experts().residence() {
+            eprintln!("memory   {residence}");
+        }
         Ok(model)
     }
 
