@@ -47,6 +47,17 @@ fn forward_and_submit_give_the_same() {
 }
 
 #[test]
+fn a_backend_of_the_callers_own_takes_the_place_of_the_built_in_one() {
+    let names = |runtime: Runtime| runtime.candidates().iter().map(|c| c.name.clone()).collect::<Vec<_>>();
+    let built_in = names(kt::runtime().build().unwrap());
+    let own = kt::cpu::CpuBackend::new("portable", kt::cpu::portable::Portable);
+    let mut with_own = names(kt::runtime().with_backend(own).build().unwrap());
+    assert_eq!(with_own[0], "portable", "the caller's come first");
+    with_own.rotate_left(1);
+    assert_eq!(with_own, built_in);
+}
+
+#[test]
 fn a_batch_larger_than_a_pass_gives_the_same() {
     let tokens = 23;
     let ids: Vec<i32> = (0..tokens * 2).map(|i| (i * 7 % 5) as i32 - 1).collect();

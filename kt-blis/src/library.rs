@@ -23,7 +23,7 @@ const CALLS: [usize; 5] = [128, 32, 8, 4, 1];
 /// A BLIS library that was opened, tried out, and never will be closed.
 pub struct Library {
     name: String,
-    /// What runs it, for `explain`: `BLIS 0.9.0 skx`.
+    /// What runs it and how it stands, for `explain`: `BLIS 0.9.0 skx, slower where measured`.
     pub(crate) label: String,
     /// AOCL's product of signed bytes.
     pub(crate) int8: Result<Aocl<i8, i32>, String>,
@@ -156,6 +156,8 @@ impl Library {
             (Some(version), None) => format!("BLIS {version}"),
             _ => Path::new(&name).file_name().map_or_else(|| name.clone(), |file| file.display().to_string()),
         };
+        // See the README: what `Blis::rank` follows from.
+        let label = label + if int8.is_ok() || bf16.is_ok() { ", not measured" } else { ", slower where measured" };
         let generic = match generic(&architectures) {
             Some(advice) if sgemm.is_ok() => {
                 tracing::warn!(library = %name, "{advice}");

@@ -13,8 +13,9 @@ use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
 use kt_core::cpu::memory::AlignedBytes;
 use kt_core::cpu::tier::Tier;
 use kt_core::format::float::f32_to_bf16;
+use kt_core::source::synthetic::SyntheticSource;
 use kt_core::testing::Random;
-use kt_core::{Backend, Format, Group, Matrix};
+use kt_core::{Backend, Candidate, Format, Group, Matrix, RuntimeBuilder};
 
 /// Compiles the double as a shared library, once: another test may have it open.
 fn double(variant: Option<&str>) -> PathBuf {
@@ -55,6 +56,20 @@ fn conformance_of_aocl_products() {
         let path = double(None);
         kt_core::testing::conformance(|cap| kt_blis::backend_at(&path, cap));
     }
+}
+
+#[test]
+fn what_is_faster_or_not_measured_is_told_beside_the_backend_that_is_chosen() {
+    if !has(Tier::Avx512Vnni) {
+        return;
+    }
+    let builder = RuntimeBuilder::new(|cap| vec![Candidate::new("avx512", kt_avx512::backend(cap))]);
+    let builder = builder.with_backend(kt_blis::backend_at(&double(None), Tier::Amx).unwrap());
+    let source = SyntheticSource::builder().layers(1).format(Format::Int8(Group::Row)).build().unwrap();
+    let layer = builder.build().unwrap().plan(&source).unwrap().layers.remove(0);
+    assert_eq!(layer.backend, "avx512");
+    let (_, why) = layer.declined.iter().find(|(name, _)| name == "blis").unwrap();
+    assert!(why.starts_with("ranks below avx512 (libdouble-aocl.so, not measured against"), "{why}");
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use kt::convert::{Container, Conversion, Finished, Options, Report};
 use kt::plan::human_bytes;
-use kt::{Format, Progress, WeightSource};
+use kt::{Format, Importance, Progress, WeightSource};
 use serde_json::json;
 
 use crate::eval::{Score, score};
@@ -42,6 +42,9 @@ pub struct ConvertArgs {
     /// Write nothing but the routed experts.
     #[arg(long, conflicts_with_all = ["dense", "head"])]
     experts_only: bool,
+    /// Round the experts' weights by how much their inputs count: a file of `kt run --importance`, or of llama.cpp's llama-imatrix.
+    #[arg(long, value_name = "FILE")]
+    importance: Option<PathBuf>,
     /// Memory to work in: bytes, or with KiB, MiB, GiB.
     #[arg(long, value_name = "SIZE", default_value = "2GiB", value_parser = parse_size)]
     memory: u64,
@@ -78,7 +81,7 @@ pub struct VerifyArgs {
 }
 
 /// A number of bytes: `2GiB`, `500MB`, `1073741824`.
-fn parse_size(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit: u64 = match text[digits.len()..].to_ascii_lowercase().as_str() {
         "" | "b" => 1,
@@ -114,7 +117,7 @@ fn formats(to: &[String]) -> Result<Option<[Format; 3]>> {
 pub fn run(args: ConvertArgs) -> Result<()> {
     let source: Arc<dyn WeightSource> = match &args.model {
         Some(path) => kt::open(path)?,
-        None => Arc::new(crate::model::built_in()?),
+        None => crate::model::built_in()?,
     };
     // Fails only when the pool exists already.
     let _ = rayon::ThreadPoolBuilder::new().num_threads(args.runtime.threads.unwrap_or(0)).build_global();
@@ -124,6 +127,7 @@ pub fn run(args: ConvertArgs) -> Result<()> {
         dense: args.dense,
         head: args.head,
         experts_only: args.experts_only,
+        importance: args.importance.as_ref().map(Importance::open).transpose()?.map(Arc::new),
         memory: args.memory,
         shard_bytes: args.shard_size,
     };

@@ -16,7 +16,8 @@ pub struct DoctorArgs {
     /// Print JSON: an object with `checks` and, with --measure, `limits`.
     #[arg(long)]
     json: bool,
-    /// Measure read bandwidth and multiply-add peaks too (a few seconds).
+    /// Measure read bandwidth and multiply-add peaks too (a few seconds); and, on CPUs with AMX, from how many rows of an expert on its tiles
+    /// are faster, which is kept in the user's cache directory for the other commands.
     #[arg(long)]
     measure: bool,
 }
@@ -45,6 +46,8 @@ pub fn run(args: DoctorArgs) -> anyhow::Result<()> {
     let system = System::here();
     let mut checks = vec![cpu(&system), tiers()];
     checks.extend(backends(kt::registry(Tier::Amx)));
+    #[cfg(all(feature = "amx", target_arch = "x86_64"))]
+    checks.push(crossover(&system, args.measure));
     let topology = system.topology();
     checks.push(cores(&topology));
     checks.push(numa(&topology, try_binding(&topology)));
@@ -179,6 +182,36 @@ fn backends(candidates: Vec<kt::Candidate>) -> Vec<Check> {
         Check::ok("backend", format!("{}; {}", candidate.name, parts.join("; ")))
     };
     candidates.into_iter().map(describe).collect()
+}
+
+/// From how many rows on AMX tiles are used: by default, as kept, or measured and kept now.
+#[cfg(all(feature = "amx", target_arch = "x86_64"))]
+fn crossover(system: &System, measure: bool) -> Check {
+    use crate::crossover::{file, measure as measure_and_keep, read};
+
+    const NAME: &str = "amx rows";
+    match if measure { measure_and_keep(system) } else { Ok(None) } {
+        Ok(None) => {}
+        Ok(Some(text)) => return Check::ok(NAME, format!("tiles are used from {text}")),
+        Err(why) => {
+            return Check::warn(
+                NAME,
+                format!("not measured and kept: {why}"),
+                "free memory, or let the file be written (XDG_CACHE_HOME names another directory)",
+            );
+        }
+    }
+    let default = format!("tiles, where there are such, are used from {} rows on", kt::amx::Crossover::default());
+    let Some(path) = file() else { return Check::ok(NAME, format!("{default}, the default")) };
+    match read(&path, system) {
+        Ok(Some(kept)) => Check::ok(NAME, format!("tiles are used from {kept} rows on, kept in {}", path.display())),
+        Ok(None) => Check::ok(NAME, format!("{default}, the default: nothing was measured here")),
+        Err(why) => Check::warn(
+            NAME,
+            format!("{why}; {default}, the default"),
+            "delete the file; on a CPU with AMX, `kt doctor --measure` writes it anew",
+        ),
+    }
 }
 
 /// A layer like Qwen3-30B-A3B's, whose sizes every format can have.
@@ -351,7 +384,7 @@ fn overcommit(system: &System) -> Check {
 
 fn gpu(system: &System) -> Check {
     match system.gpu() {
-        None => Check::ok("gpu", "no NVIDIA driver; none is needed: this build has CPU backends only"),
+        None => Check::ok("gpu", "no NVIDIA driver; none is needed for CPU backends"),
         Some(gpu) => {
             let driver = gpu.driver.as_deref().unwrap_or("driver version not visible");
             let text = format!(
@@ -359,13 +392,12 @@ fn gpu(system: &System) -> Check {
                 if gpu.devices.is_empty() { "none".into() } else { gpu.devices.join(" ") }
             );
             if gpu.devices.is_empty() {
-                return Check::warn(
-                    "gpu",
-                    text,
-                    "pass the devices in (docker: --gpus all), once a build has a GPU backend",
-                );
+                return Check::warn("gpu", text, "to use them, pass the devices in (docker: --gpus all)");
             }
-            Check::ok("gpu", text + "; not used: this build has CPU backends only")
+            match cfg!(feature = "cuda") {
+                true => Check::ok("gpu", text + "; experts go there by --gpu-budget or --gpu-experts"),
+                false => Check::ok("gpu", text + "; not used: this build has no GPU backend (feature cuda)"),
+            }
         }
     }
 }

@@ -154,6 +154,7 @@ pub fn run(args: EvalArgs) -> Result<()> {
     let time = start.elapsed();
     let (seconds, stats) = (time.as_secs_f64(), model.experts().stats());
     args.observe.save_heat_map(&model, &opened.name)?;
+    opened.save_trace(&model)?;
     if let Some(file) = file {
         file.finish()?;
     }

@@ -2,6 +2,8 @@
 
 pub mod bench;
 pub mod convert;
+#[cfg(all(feature = "amx", target_arch = "x86_64"))]
+pub mod crossover;
 pub mod doctor;
 pub mod eval;
 pub mod host;
@@ -9,6 +11,7 @@ pub mod limits;
 pub mod model;
 pub mod observe;
 pub mod options;
+pub mod placing;
 pub mod plan;
 #[cfg(feature = "plugins")]
 pub mod plugins;

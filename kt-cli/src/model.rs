@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use bytes::Bytes;
 use indicatif::{ProgressBar, ProgressStyle};
+use kt::placement::{PlacementOptions, Stream};
 use kt::plan::{Change, Remedy, human_bytes};
 use kt::quantize::Requantized;
 use kt::source::safetensors::SafetensorsSource;
@@ -16,6 +17,7 @@ use kt::{Format, Plan, Progress, Runtime, WeightSource};
 
 use crate::host::{Model, ModelConfig, Rows, Tokenizer};
 use crate::options::{RuntimeArgs, cache_text, threads_text};
+use crate::placing::PlacementArgs;
 
 /// Which model, and on what.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -32,6 +34,9 @@ pub struct ModelArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub runtime: RuntimeArgs,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub placement: PlacementArgs,
 }
 
 /// A model's headers, read and checked.
@@ -45,10 +50,13 @@ pub struct Opened {
     /// What the model is called in reports: its path.
     pub name: String,
     stored_as: Option<Format>,
+    placement: PlacementOptions,
+    defer: usize,
+    trace: Option<PathBuf>,
 }
 
 /// The model inside this program: a small Qwen3-MoE that imitates Rust documentation.
-pub fn built_in() -> kt::Result<SafetensorsSource> {
+pub fn built_in() -> kt::Result<Arc<dyn WeightSource>> {
     macro_rules! file {
         ($name:literal) => {
             (
@@ -57,7 +65,7 @@ pub fn built_in() -> kt::Result<SafetensorsSource> {
             )
         };
     }
-    SafetensorsSource::from_files(
+    let files = SafetensorsSource::from_files(
         "built-in",
         vec![
             file!("config.json"),
@@ -66,7 +74,8 @@ pub fn built_in() -> kt::Result<SafetensorsSource> {
             file!("tokenizer_config.json"),
             file!("model.safetensors"),
         ],
-    )
+    );
+    Ok(Arc::new(files?))
 }
 
 impl ModelArgs {
@@ -77,7 +86,7 @@ impl ModelArgs {
     pub fn open(&self) -> Result<Opened> {
         let (mut source, name): (Arc<dyn WeightSource>, _) = match &self.model {
             Some(path) => (kt::open(path)?, path.display().to_string()),
-            None => (Arc::new(built_in()?), "the built-in tiny model".to_owned()),
+            None => (built_in()?, "the built-in tiny model".to_owned()),
         };
         if let Some(format) = self.experts_as {
             source = Arc::new(Requantized::new(source, [format; 3])?);
@@ -86,7 +95,9 @@ impl ModelArgs {
         let runtime = self.runtime.build()?;
         // Candle computes on rayon's threads: they are held to the same number. Fails only when the pool exists already.
         let _ = rayon::ThreadPoolBuilder::new().num_threads(runtime.threads()).build_global();
-        Ok(Opened { source, config, runtime, name, stored_as: self.experts_as })
+        let placement = self.placement.options(&runtime)?;
+        let (defer, trace) = (self.placement.defer, self.placement.trace.clone());
+        Ok(Opened { source, config, runtime, name, stored_as: self.experts_as, placement, defer, trace })
     }
 
     /// The tokenizer named on the command line, or the model's own.
@@ -107,22 +118,46 @@ impl Opened {
     /// # Errors
     /// It would not fit, which is known before anything is loaded; or a bad tensor.
     pub fn load(&self, positions: usize, rows: Rows) -> Result<Model> {
-        let plan = Model::plan(&self.runtime, &*self.source, &self.config, positions, rows)?;
+        let plan = Model::plan(&self.runtime, &*self.source, &self.config, positions, rows, &self.placement)?;
         eprint!("{}", self.summary(&plan));
         if let Some(most) = self.config.max_positions.filter(|&most| positions > most) {
             eprintln!("warning  {positions} positions asked for, but the model was made for {most}");
         }
         let progress: Arc<Progress> = Arc::default();
         let start = Instant::now();
-        let model = with_progress_bar("loading", &progress, || {
-            Model::load(&self.runtime, &*self.source, &self.config, positions, rows, progress.clone())
+        let mut model = with_progress_bar("loading", &progress, || {
+            Model::load(&self.runtime, &self.source, &self.config, (positions, rows), &self.placement, progress.clone())
         })?;
+        model.defer(self.defer);
+        if self.trace.is_some() {
+            model.experts().record_trace();
+        }
         eprintln!("loaded   in {:.2} s", start.elapsed().as_secs_f64());
         eprint!("{}", cache_text("cache    ", model.packed_cache()));
         for residence in model.experts().residence() {
             eprintln!("memory   {residence}");
         }
+        if self.placement.stream == Stream::Measured {
+            match model.experts().stream_from() {
+                Some(tokens) => {
+                    eprintln!("stream   layers go to the GPU for passes of {tokens} tokens and more, as measured")
+                }
+                None => eprintln!("stream   never: it was slower at every number of tokens"),
+            }
+        }
         Ok(model)
+    }
+
+    /// Saves what routers chose since loading, if it was asked for.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn save_trace(&self, model: &Model) -> Result<()> {
+        if let Some(path) = &self.trace {
+            model.experts().take_trace().save(path)?;
+            eprintln!("trace    {}", path.display());
+        }
+        Ok(())
     }
 
     fn summary(&self, plan: &Plan) -> String {
@@ -149,6 +184,14 @@ impl Opened {
         );
         for line in plan.explain().lines() {
             text += &format!("backend  {line}\n");
+        }
+        for (i, device) in plan.devices.iter().enumerate() {
+            let (experts, bytes) = (plan.device_experts(i), human_bytes(plan.device_bytes(i)));
+            let free = human_bytes(device.device.free_bytes);
+            text += &format!(
+                "memory   {experts} experts, {bytes}, on {} ({}), {free} free\n",
+                device.backend, device.device.label
+            );
         }
         let own = plan.packed_bytes() + plan.copied_bytes();
         let (own, mapped) = (human_bytes(own), human_bytes(plan.mapped_bytes()));

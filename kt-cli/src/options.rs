@@ -110,6 +110,12 @@ impl RuntimeArgs {
         if let Some(dir) = &self.packed_cache {
             builder = builder.packed_cache(dir);
         }
+        #[cfg(all(feature = "amx", target_arch = "x86_64"))]
+        if self.isa.is_none_or(|tier| tier >= Tier::Amx)
+            && let Some(amx) = crate::crossover::backend()
+        {
+            builder = builder.with_backend(amx);
+        }
         #[cfg(feature = "blis")]
         if let Some(path) = &self.blis {
             builder = builder.with_backend(kt::blis::backend_at(path, self.isa.unwrap_or(Tier::Amx))?);

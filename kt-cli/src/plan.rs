@@ -7,11 +7,12 @@ use anyhow::Context;
 use kt::cpu::tier::Tier;
 use kt::plan::human_bytes;
 use kt::quantize::Requantized;
-use kt::{Format, Plan, Runtime};
+use kt::{Format, LoadOptions, Plan, Runtime};
 
 use crate::host::{Model, ModelConfig, Rows, Tokenizer};
 use crate::limits::{Meter, READ_BYTES};
 use crate::options::{RuntimeArgs, threads_text};
+use crate::placing::PlacementArgs;
 use crate::system::System;
 
 /// Positions that the KV cache is planned for when nothing else is said.
@@ -42,6 +43,8 @@ pub struct PlanArgs {
     measure: bool,
     #[command(flatten)]
     runtime: RuntimeArgs,
+    #[command(flatten)]
+    placement: PlacementArgs,
 }
 
 /// Runs the command.
@@ -60,16 +63,20 @@ fn answer(args: &PlanArgs) -> anyhow::Result<String> {
         source = Arc::new(Requantized::new(source, format)?);
     }
     let runtime = args.runtime.build()?;
+    let placement = args.placement.options(&runtime)?;
     // Held as `kt run` holds it.
     let _tokenizer = Tokenizer::of(&*source).ok();
     let (plan, scope) = match ModelConfig::read(&*source) {
         Ok(config) => {
             let most = config.max_positions.unwrap_or(DEFAULT_CONTEXT);
             let context = args.context.unwrap_or(DEFAULT_CONTEXT.min(most));
-            let plan = Model::plan(&runtime, &*source, &config, context, Rows::Last)?;
+            let plan = Model::plan(&runtime, &*source, &config, context, Rows::Last, &placement)?;
             (plan, format!("experts and host, {context} positions"))
         }
-        Err(why) => (runtime.plan(&*source)?, format!("experts alone; the host does not run this model: {why:#}")),
+        Err(why) => (
+            runtime.plan_with(&*source, &LoadOptions { placement, ..LoadOptions::default() })?,
+            format!("experts alone; the host does not run this model: {why:#}"),
+        ),
     };
     let speed = args.measure.then(|| Speed::measure(&runtime, args.runtime.isa, &plan)).transpose()?;
     if args.json {

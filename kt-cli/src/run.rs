@@ -1,9 +1,12 @@
 //! `kt run`: continues a prompt.
 
 use std::io::Write;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
+use kt::importance::Recorder;
+use kt::placement::LiveOptions;
 
 use crate::host::text::TextStream;
 use crate::host::{Cache, Rows, Sampler};
@@ -45,6 +48,9 @@ pub struct RunArgs {
     /// Do not repeat the prompt in front of the text.
     #[arg(long)]
     no_echo: bool,
+    /// Save how large the inputs of each expert were, for `kt convert --importance`. Takes several times as long.
+    #[arg(long, value_name = "FILE")]
+    importance: Option<PathBuf>,
     #[command(flatten)]
     observe: ObserveArgs,
 }
@@ -69,7 +75,10 @@ pub fn run(args: RunArgs) -> Result<()> {
     }
     let most = args.max_tokens as usize;
     let positions = ids.len() + most;
-    let model = opened.load(positions, Rows::Last)?;
+    let mut model = opened.load(positions, Rows::Last)?;
+    if args.importance.is_some() {
+        model.record_importance(Recorder::new(opened.source.clone()));
+    }
     let mut cache = Cache::new(model.config(), positions)?;
     let mut out = std::io::stdout().lock();
     if !args.no_echo {
@@ -84,7 +93,9 @@ pub fn run(args: RunArgs) -> Result<()> {
     model.experts().reset_stats();
     let mut stream = TextStream::new(&tokenizer, &args.stop);
     let (mut generated, mut steps) = (0, 0);
+    let mut live = if args.model.placement.live { Some(model.experts().live(LiveOptions::default())?) } else { None };
     let start = Instant::now();
+    let mut moved = start;
     let ended = loop {
         if generated == most {
             break "the number of tokens asked for";
@@ -103,6 +114,13 @@ pub fn run(args: RunArgs) -> Result<()> {
         if generated < most {
             logits = model.forward(&[id], &mut cache, Rows::Last)?;
             steps += 1;
+            if let Some(live) = &mut live {
+                let elapsed = moved.elapsed();
+                moved = Instant::now();
+                if let Err(e) = model.experts().rebalance(live, elapsed) {
+                    eprintln!("warning  {e}");
+                }
+            }
         }
     };
     if ended != "a stop text" {
@@ -121,7 +139,14 @@ pub fn run(args: RunArgs) -> Result<()> {
         eprintln!("decode   {}", speed(steps, decode));
         eprint!("{}", args.observe.report("decode", &model.experts().stats(), decode));
     }
+    if let Some(live) = &live {
+        eprintln!("placed   {}", live.report());
+    }
     eprintln!("ended    after {generated} tokens, by {ended}");
     eprintln!("{}", memory_line());
+    opened.save_trace(&model)?;
+    if let (Some(path), Some(recorder)) = (&args.importance, model.importance()) {
+        recorder.save(path)?;
+    }
     args.observe.save_heat_map(&model, &opened.name)
 }

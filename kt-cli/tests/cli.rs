@@ -114,6 +114,31 @@ fn eval_writes_scores_and_logits() {
 }
 
 #[test]
+#[cfg(all(feature = "amx", target_arch = "x86_64"))]
+fn doctor_says_from_how_many_rows_on_amx_tiles_are_used() {
+    let dir = std::env::temp_dir().join(format!("kt-cli-crossover-{}", std::process::id()));
+    let file = dir.join("kt/amx-crossover");
+    let line = || {
+        let mut doctor = Command::new(env!("CARGO_BIN_EXE_kt"));
+        let output = doctor.args(["doctor", "--json"]).env("XDG_CACHE_HOME", &dir).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let all: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let line = all["checks"].as_array().unwrap().iter().find(|c| c["check"] == "amx rows").unwrap().clone();
+        (line["state"].as_str().unwrap().to_owned(), line["text"].as_str().unwrap().to_owned())
+    };
+    let (state, says) = line();
+    assert!(state == "OK" && says.contains("int8=12 bf16=9") && says.contains("the default"), "{says}");
+    let of = kt::amx::Crossover { int8: 17, bf16: 31 };
+    kt_cli::crossover::write(&file, &kt_cli::system::System::here(), of).unwrap();
+    let (state, says) = line();
+    assert!(state == "OK" && says.contains("int8=17 bf16=31") && says.contains(file.to_str().unwrap()), "{says}");
+    std::fs::write(&file, "int8=1 bf16=1").unwrap();
+    let (state, says) = line();
+    assert!(state == "WARN" && says.contains("in place of 3") && says.contains("int8=12 bf16=9"), "{says}");
+    std::fs::remove_dir_all(&dir).unwrap();
+}
+
+#[test]
 #[cfg(feature = "plugins")]
 fn plugins_are_listed_and_refused_with_the_reason() {
     let dir = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("no-plugins");
@@ -131,4 +156,36 @@ fn plugins_are_listed_and_refused_with_the_reason() {
     assert!(!output.status.success());
     assert!(text(&output.stderr).contains(file) && text(&output.stderr).contains("wanted a shared library"));
     ok(&[&args[..], &[dir]].concat());
+}
+
+#[test]
+#[cfg(feature = "plugins")]
+fn a_plugin_is_listed_with_what_it_says_of_itself() {
+    use std::path::Path;
+
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("plugins");
+    let rustc = |arguments: &[&str], source: &Path| {
+        let rustc = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".into());
+        let output = Command::new(rustc).args(arguments).arg(source).arg("-Aunexpected_cfgs").output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    };
+    let abi = dir.join("abi");
+    std::fs::create_dir_all(&abi).unwrap();
+    let to = ["--edition=2024", "--crate-type=rlib", "--crate-name=kt_plugin_abi", "--out-dir", abi.to_str().unwrap()];
+    rustc(&to, &here.join("../kt-plugin-abi/src/lib.rs"));
+    let of = format!("kt_plugin_abi={}", abi.join("libkt_plugin_abi.rlib").display());
+    for (variant, says) in [("one", "runs here"), ("declines", "not on a Saturday")] {
+        let only = dir.join(variant);
+        std::fs::create_dir_all(&only).unwrap();
+        let file = only.join("it").with_extension(std::env::consts::DLL_EXTENSION);
+        let cfg = format!("variant=\"{variant}\"");
+        let to =
+            ["--edition=2024", "--crate-type=cdylib", "--cfg", &cfg, "--extern", &of, "-o", file.to_str().unwrap()];
+        rustc(&to, &here.join("../tests/plugins/nonsense.rs"));
+        let (out, _) = ok(&["plugins", only.to_str().unwrap()]);
+        for word in ["loaded", "nonsense", file.to_str().unwrap(), "ABI 1.0", says] {
+            assert!(out.contains(word), "no {word:?} in {out}");
+        }
+    }
 }

@@ -57,7 +57,7 @@ fn tensors_must_have_the_configured_shape() {
     let source = with_config(|c| c["head_dim"] = 32.into()).unwrap();
     let config = ModelConfig::read(&source).unwrap();
     assert_eq!(config.attention, Attention::Grouped { kv_heads: 2, head_dim: 32 });
-    let text = match Model::plan(&common::runtime(None), &source, &config, 8, Rows::Last) {
+    let text = match Model::plan(&common::runtime(None), &source, &config, 8, Rows::Last, &Default::default()) {
         Ok(_) => panic!("a wrong shape was accepted"),
         Err(e) => format!("{e:#}"),
     };

@@ -5,6 +5,7 @@ mod common;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 
 use common::{data, load};
@@ -63,9 +64,9 @@ fn files(dir: &str) -> BTreeMap<PathBuf, Vec<u8>> {
 }
 
 /// Nats for each predicted token of a text.
-fn nats(source: &dyn WeightSource, text: &str) -> f64 {
-    let ids = Tokenizer::of(source).unwrap().encode(text).unwrap();
-    let model = load(source, Some("portable"), 128);
+fn nats(source: Arc<dyn WeightSource>, text: &str) -> f64 {
+    let ids = Tokenizer::of(&*source).unwrap().encode(text).unwrap();
+    let model = load(&source, Some("portable"), 128);
     score(&model, &ids, 128, |_| Ok(())).unwrap().mean_nats()
 }
 
@@ -78,8 +79,8 @@ fn converted_models_run_as_those_re_encoded_at_load() {
         let output = dir.at(name);
         ok(&["convert", "--output", &output, "--to", format]);
         let format: Format = format.parse().unwrap();
-        let due = nats(&Requantized::new(std::sync::Arc::new(built_in().unwrap()), format).unwrap(), text);
-        let got = nats(&*kt::open(&output).unwrap(), text);
+        let due = nats(Arc::new(Requantized::new(built_in().unwrap(), format).unwrap()), text);
+        let got = nats(kt::open(&output).unwrap(), text);
         // Norms and routers are the same numbers, whatever type holds them.
         assert!((due - got).abs() < 1e-6, "{name}: {got} in place of {due}");
         assert!(ok(&["verify", &output]).contains("as they were written"));
@@ -148,6 +149,98 @@ fn a_disk_that_fills_up_leaves_what_can_be_continued() {
     assert!(!Path::new(&dir.at("out.journal")).exists());
 }
 
+/// A small filesystem in memory, unmounted when dropped.
+#[cfg(target_os = "linux")]
+struct Tmpfs(PathBuf);
+
+#[cfg(target_os = "linux")]
+impl Drop for Tmpfs {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+#[cfg(target_os = "linux")]
+impl Tmpfs {
+    /// Mounts it, or says why that cannot be.
+    fn new(dir: &str, size: &str) -> Result<Self, String> {
+        std::fs::create_dir(dir).unwrap();
+        let mount = Command::new("mount").args(["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs", dir]).output();
+        match mount {
+            Ok(done) if done.status.success() => Ok(Tmpfs(dir.into())),
+            Ok(done) => Err(String::from_utf8_lossy(&done.stderr).trim().to_string()),
+            Err(e) => Err(e.to_string()),
+        }
+    }
+}
+
+/// Bytes of all files of a directory and those below it.
+#[cfg(target_os = "linux")]
+fn bytes_below(dir: &Path) -> u64 {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let bytes = |e: std::fs::DirEntry| match e.metadata() {
+        Ok(m) if m.is_dir() => bytes_below(&e.path()),
+        Ok(m) => m.len(),
+        Err(_) => 0, // gone in the meantime
+    };
+    entries.map(bytes).sum()
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_small_filesystem_is_refused_before_and_continued_after() {
+    let dir = Dir::new("tmpfs");
+    let (whole, at) = (dir.at("whole"), dir.at("mounted"));
+    let args = ["convert", "--to", "int8", "--memory", "1MiB", "--threads", "1", "--output"];
+    let disk = match Tmpfs::new(&at, "2m") {
+        Ok(disk) => disk,
+        Err(why) => return eprintln!("skipped: a filesystem that is full: {why} (mounting needs root)"),
+    };
+    let output = format!("{at}/out");
+    // Known before anything is written.
+    refused(&[&args[..], &[&output]].concat(), &["free"]);
+    assert!(!Path::new(&output).exists() && bytes_below(Path::new(&at)) < 1 << 16, "something was written");
+    let remount = |size: &str| {
+        let options = format!("remount,size={size}");
+        assert!(Command::new("mount").args(["-o", &options, &at]).status().unwrap().success());
+    };
+    remount("64m");
+    ok(&[&args[..], &[&whole]].concat());
+    // Space that goes away while it writes: somebody else fills the disk.
+    let mut filled = 0;
+    for _ in 0..10 {
+        let mut run = Command::new(env!("CARGO_BIN_EXE_kt"))
+            .args(args)
+            .arg(&output)
+            .stderr(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        while run.try_wait().unwrap().is_none() && bytes_below(Path::new(&at)) < 1 << 18 {
+            std::thread::yield_now();
+        }
+        let other = format!("{at}/other");
+        let mut file = std::fs::File::create(&other).unwrap();
+        while std::io::Write::write_all(&mut file, &[0; 1 << 16]).is_ok() {}
+        drop(file);
+        let out = run.wait_with_output().unwrap();
+        std::fs::remove_file(&other).unwrap();
+        if out.status.success() {
+            std::fs::remove_dir_all(&output).unwrap(); // it was faster
+            continue;
+        }
+        let text = String::from_utf8_lossy(&out.stderr);
+        assert!(text.contains("No space left") || text.contains("free"), "{text}");
+        assert!(!Path::new(&output).exists(), "it looks finished");
+        filled += 1;
+        break;
+    }
+    println!("{filled} run met a disk that was full");
+    ok(&[&args[..], &[&output]].concat());
+    assert!(files(&output) == files(&whole), "the files differ");
+    drop(disk);
+}
+
 #[test]
 fn bad_results_are_failures() {
     let dir = Dir::new("bad");
@@ -174,4 +267,50 @@ fn bad_results_are_failures() {
     refused(&[&args[..], &[]].concat(), &["is there already"]);
     refused(&["convert", "--to", "q17", "--output", &output], &["q17"]);
     refused(&["convert", "--to", "int4,int4", "--output", &output], &["one format, or three"]);
+}
+
+/// The KL divergence that each output format costs the built-in model, twice what `kt-core/CONVERSION.md` lists at most.
+#[test]
+fn every_output_format_keeps_the_predictions() {
+    let dir = Dir::new("formats");
+    let (text, all) = (dir.at("text"), std::fs::read_to_string(data("tiny-moe/heldout.txt")).unwrap());
+    std::fs::write(&text, all.chars().take(600).collect::<String>()).unwrap();
+    for (formats, most) in [
+        (&["bf16", "bf16.gguf"][..], 1e-6),
+        (&["int8-g32", "int8-asym-g32", "int8-channel", "q8_0.gguf"], 0.0015),
+        (&["fp8-block", "fp8-channel", "q6_k.gguf"], 0.006),
+        (&["q5_k.gguf", "q5_0.gguf", "q5_1.gguf"], 0.007),
+        (&["int4-g32", "int4-asym-g32", "q4_k.gguf", "q4_1.gguf", "q4_0.gguf", "iq4_nl.gguf"], 0.018),
+        (&["int4-g64", "int4-g128", "int4-asym-g128", "int4-channel", "mxfp4"], 0.03),
+    ] {
+        for name in formats {
+            let format = name.trim_end_matches(".gguf");
+            let json = ok(&["convert", "--to", format, "--output", &dir.at(name), "--eval", &text, "--json"]);
+            let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+            let kl = json.pointer("/evaluation/kl").and_then(serde_json::Value::as_f64).unwrap();
+            assert!((-1e-9..most).contains(&kl), "{name}: {kl}");
+        }
+    }
+}
+
+#[test]
+fn importance_goes_from_run_to_convert() {
+    let dir = Dir::new("importance");
+    let (file, with, without) = (dir.at("seen"), dir.at("with"), dir.at("without"));
+    ok(&["run", "--max-tokens", "3", "--importance", &file]);
+    for (output, more) in [(&with, &["--importance", &file][..]), (&without, &[])] {
+        let args = ["convert", "--to", "int4-g32", "--output", output];
+        let output = kt(&[&args[..], more].concat());
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{text}");
+        assert_eq!(text.contains("of 32 experts have no importance"), !more.is_empty(), "{text}");
+    }
+    let weights = |dir: &str| std::fs::read(Path::new(dir).join("model.safetensors")).unwrap();
+    assert!(weights(&with) != weights(&without));
+    // Statistics of another model, and no statistics.
+    let other = data("reference/qwen3_moe/bf16");
+    let args = ["convert", "--to", "int4-g32", "--output", &dir.at("no"), "--importance"];
+    let other = other.to_str().unwrap();
+    refused(&[&args[..], &[&file, "--model", other]].concat(), &["importance of layer", "another model"]);
+    refused(&[&args[..], &[&dir.at("none")]].concat(), &["none"]);
 }

@@ -20,7 +20,7 @@ fn both_ways_to_store_keys_and_values_give_the_reference_logits() {
     for split in [false, true] {
         for format in [Format::Bf16, Format::F32] {
             let path = convert(Options { split, format });
-            let model = load(&*kt::open(&path).unwrap(), Some("portable"), 64);
+            let model = load(&kt::open(&path).unwrap(), Some("portable"), 64);
             assert_eq!(model.config().stop_ids, [1]);
             let difference = max_difference(&logits(&model, &reference.ids), &reference.logits);
             println!("split {split}, {format}: largest difference {difference:.2e}");
@@ -37,8 +37,8 @@ fn q8_0_stays_near_it_on_the_best_backends() {
     for split in [false, true] {
         let path = convert(Options { split, format: Format::Q8_0 });
         let source = kt::open(&path).unwrap();
-        let exact = logits(&load(&*source, Some("portable"), 64), &reference.ids);
-        let best = load(&*source, None, 64);
+        let exact = logits(&load(&source, Some("portable"), 64), &reference.ids);
+        let best = load(&source, None, 64);
         let kernels = median_relative_rms(&logits(&best, &reference.ids), &exact, best.vocabulary());
         let weights = median_relative_rms(&exact, &reference.logits, best.vocabulary());
         println!("split {split}: median relative RMS of kernels {kernels:.2e}, of weights {weights:.2e}");

@@ -23,7 +23,7 @@ fn portable_gives_the_reference_logits_and_tokens() {
         let path = data("reference").join(directory);
         let reference = Reference::read(path.join("reference.safetensors"));
         let source = open(&path);
-        let model = load(&*source, Some("portable"), 64);
+        let model = load(&source, Some("portable"), 64);
         let difference = max_difference(&logits(&model, &reference.ids), &reference.logits);
         println!("{directory}: largest difference {difference:.2e}");
         if difference.is_nan() || difference >= 1e-4 {
@@ -46,7 +46,7 @@ fn the_best_backends_stay_near_the_reference() {
         let path = data("reference").join(directory);
         let reference = Reference::read(path.join("reference.safetensors"));
         let source = open(&path);
-        let model = load(&*source, None, 64);
+        let model = load(&source, None, 64);
         let median = median_relative_rms(&logits(&model, &reference.ids), &reference.logits, model.vocabulary());
         let bound = if directory.ends_with("bf16") || directory.ends_with("fp8_block") { 1.2e-2 } else { 2.5e-2 };
         println!("{directory}: median relative RMS {median:.2e} (bound {bound})");

@@ -2,8 +2,9 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use common::{Reference, data, greedy, load, logits, max_difference, median_relative_rms};
-use kt::WeightSource;
 use kt::quantize::Requantized;
 use kt_cli::eval::score;
 use kt_cli::host::{Cache, Model, ModelConfig, Rows, Tokenizer};
@@ -30,7 +31,7 @@ fn greedy_continuations_are_those_of_the_reference() {
     let cases: serde_json::Value =
         serde_json::from_slice(&std::fs::read(data("tiny-moe/greedy.json")).unwrap()).unwrap();
     let source = built_in().unwrap();
-    let tokenizer = Tokenizer::of(&source).unwrap();
+    let tokenizer = Tokenizer::of(&*source).unwrap();
     let model = load(&source, Some("portable"), 256);
     for case in cases.as_array().unwrap() {
         let list =
@@ -54,15 +55,15 @@ fn greedy_continuations_are_those_of_the_reference() {
 #[test]
 fn the_cache_changes_nothing() {
     for (source, name) in [
-        (Box::new(built_in().unwrap()) as Box<dyn WeightSource>, "tiny"),
+        (built_in().unwrap(), "tiny"),
         (
-            Box::new(
+            Arc::new(
                 Requantized::new(kt::open(data("reference/deepseek_v3/bf16")).unwrap(), [kt::Format::F32; 3]).unwrap(),
             ),
             "deepseek",
         ),
     ] {
-        let model = load(&*source, Some("portable"), 64);
+        let model = load(&source, Some("portable"), 64);
         let ids: Vec<u32> = (0..40).map(|i| (i * 37 + 5) % 300).collect();
         let whole = logits(&model, &ids);
         let mut cache = Cache::new(model.config(), ids.len()).unwrap();
@@ -101,7 +102,7 @@ fn several_passes_give_the_same_as_one_token_at_a_time() {
 fn likelihood_of_held_out_text() {
     let source = built_in().unwrap();
     let text = std::fs::read_to_string(data("tiny-moe/heldout.txt")).unwrap();
-    let ids = Tokenizer::of(&source).unwrap().encode(&text).unwrap();
+    let ids = Tokenizer::of(&*source).unwrap().encode(&text).unwrap();
     assert_eq!(ids.len(), 24967);
     let ids = &ids[..4 * 256];
     let nll = |model: &Model| score(model, ids, 256, |_| Ok(())).unwrap().mean_nats();
@@ -115,14 +116,15 @@ fn likelihood_of_held_out_text() {
 #[test]
 fn the_plan_knows_what_the_host_takes() {
     let source = built_in().unwrap();
-    let config = ModelConfig::read(&source).unwrap();
+    let config = ModelConfig::read(&*source).unwrap();
     let runtime = common::runtime(Some("portable"));
-    let plan = Model::plan(&runtime, &source, &config, 100, Rows::Last).unwrap();
+    let plan = Model::plan(&runtime, &*source, &config, 100, Rows::Last, &Default::default()).unwrap();
     let of = |what: &str| plan.extra.iter().find(|e| e.label.contains(what)).map(|e| e.bytes).unwrap();
     // 4 layers, keys and values of 2 heads of 64, F32.
     assert_eq!(of("keys and values"), 4 * 2 * 2 * 64 * 4 * 100);
     let small = kt::runtime().memory_limit(1 << 20).build().unwrap();
-    let error = Model::load(&small, &source, &config, 100, Rows::Last, Default::default()).err().unwrap();
+    let error = Model::load(&small, &source, &config, (100, Rows::Last), &Default::default(), Default::default());
+    let error = error.err().unwrap();
     assert!(matches!(error.downcast_ref(), Some(kt::Error::Memory(_))), "{error:#}");
     let text = error.to_string();
     assert!(text.contains("keys and values") && text.contains("the limit of 1.0 MiB raised by"), "{text}");

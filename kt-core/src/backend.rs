@@ -7,6 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use crate::cpu::cache::PackedCache;
 use crate::cpu::input::InputLayout;
@@ -34,10 +35,34 @@ pub struct Fit {
     pub packed_bytes: u64,
     /// Bytes of the checkpoint that would be used in place, from the map.
     pub mapped_bytes: u64,
-    /// Bytes of scratch per token of a pass; shared by all layers of a runtime.
+    /// Bytes of scratch per token of a pass, of this backend's own memory; shared by all layers of a runtime.
     pub scratch_bytes_per_token: u64,
     /// How gate/up inputs and down inputs are rounded: it decides the accuracy that can be expected.
     pub inputs: [InputLayout; 2],
+}
+
+impl Fit {
+    /// The same for `some` of the `all` experts that it is of.
+    pub(crate) fn of_experts(self, some: usize, all: usize) -> Fit {
+        let part = |bytes: u64| bytes / all.max(1) as u64 * some as u64;
+        match some == all {
+            true => self,
+            false => Fit { packed_bytes: part(self.packed_bytes), mapped_bytes: part(self.mapped_bytes), ..self },
+        }
+    }
+
+    /// Of a layer that has nothing in host memory.
+    pub(crate) fn nothing() -> Fit {
+        Fit {
+            rank: 0,
+            tier: "none".into(),
+            how: "all of its experts are on devices".into(),
+            packed_bytes: 0,
+            mapped_bytes: 0,
+            scratch_bytes_per_token: 0,
+            inputs: [InputLayout::F32; 2],
+        }
+    }
 }
 
 /// What a backend gets from the runtime when it loads.
@@ -51,6 +76,32 @@ pub struct LoadContext {
     pub huge_pages: HugePages,
     /// Packed experts on disk, for backends that map them in place of packing, and write what is not there.
     pub cache: Option<Arc<PackedCache>>,
+    /// Experts of the bank will be replaced while it is used ([`ExpertBank::replace`]): each should have memory of its own.
+    pub replaceable: bool,
+}
+
+/// A device whose own memory holds a backend's experts.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Device {
+    /// What it is, for people: `NVIDIA H200`.
+    pub label: String,
+    /// Its memory.
+    pub total_bytes: u64,
+    /// What of it can be had now.
+    pub free_bytes: u64,
+    /// How fast it reads its memory, bytes per second, where that is known.
+    pub read_bytes_per_second: Option<f64>,
+    /// What a call costs besides the experts' work: inputs there, outputs back, and waiting.
+    pub call: Duration,
+}
+
+/// What streaming the experts of a layer takes, see [`Backend::stream`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Streaming {
+    /// Bytes of the device's memory, for weights on their way.
+    pub device_bytes: u64,
+    /// Bytes of host memory that uploads go through.
+    pub host_bytes: u64,
 }
 
 /// Where some of a bank's packed experts are in memory.
@@ -182,6 +233,35 @@ pub trait Backend: Send + Sync {
         context: &LoadContext,
     ) -> Result<Box<dyn ExpertBank>>;
 
+    /// The device whose memory holds this backend's experts; `None` for backends that compute in host memory. Experts come to a device
+    /// by placement, or when it is the only backend asked for.
+    fn device(&self) -> Option<Device> {
+        None
+    }
+
+    /// What [`stream`](Backend::stream) would take for this layer.
+    ///
+    /// # Errors
+    /// The reason why it cannot.
+    fn probe_stream(&self, _layer: &LayerSpec) -> Result<Streaming, Unsupported> {
+        Err(Unsupported::new(format!("{} does not stream experts", self.name())))
+    }
+
+    /// Starts work with experts of a layer that are brought from the source for this call, one behind the other, and not kept: for so many
+    /// tokens that this is faster than computing where they live. Groups of `work` name experts by the layer's own numbers.
+    ///
+    /// As with [`ExpertBank::submit`], `weight * expert(input[token])` is added to `output[token]`.
+    fn stream(&self, layer: &LayerSpec, _from: &Arc<dyn WeightSource>, _work: Work) -> Pending<Work> {
+        Pending::ready(Err(match self.probe_stream(layer) {
+            Err(why) => why.into(),
+            Ok(_) => Error::Backend {
+                backend: self.name().into(),
+                layer: layer.index,
+                what: "says that it streams experts, and does not".into(),
+            },
+        }))
+    }
+
     /// Whether [`load`](Backend::load) would find these experts packed in the cache. For plans: only headers are looked at.
     fn is_cached(&self, _layer: &LayerSpec, _experts: &[u32], _cache: &PackedCache) -> bool {
         false
@@ -217,6 +297,15 @@ pub trait ExpertBank: Send + Sync {
     /// Where these bytes are, for backends that keep them in host memory.
     fn residence(&self) -> Vec<Residence> {
         Vec::new()
+    }
+
+    /// Puts expert `expert` of the layer in the place of local expert `local`. Work submitted before sees the old one, work submitted after
+    /// the new one. Whoever calls it keeps the two apart: nothing is submitted while it runs.
+    ///
+    /// # Errors
+    /// As [`Backend::load`], or this bank cannot: the old expert is then still there.
+    fn replace(&self, _local: u32, _expert: u32, _from: &dyn WeightSource) -> Result<()> {
+        Err(Unsupported::new("experts of this bank stay as they were loaded").into())
     }
 
     /// Does the work on the calling thread and the backend's, returning when done.

@@ -1,8 +1,10 @@
 //! What the caller owns: hidden states, the router's choice, and the output.
 
+use std::fmt;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::experts::Part;
 use crate::work::Hidden;
 
 /// An expert id that stands for none, e.g. in rows that pad a batch.
@@ -11,13 +13,29 @@ pub const NO_EXPERT: i32 = -1;
 /// Tokens on their way through one layer of experts.
 ///
 /// Reuse it from layer to layer: [`Batch::set`] replaces the input and the routing and keeps the buffers.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Batch {
     pub(crate) tokens: usize,
     pub(crate) input: Arc<Hidden>,
     pub(crate) topk_ids: Vec<i32>,
     pub(crate) topk_weights: Vec<f32>,
     pub(crate) output: Vec<f32>,
+    pub(crate) defer: usize,
+    pub(crate) carried: Option<Carried>,
+}
+
+/// What one layer's call left for the next one's.
+pub(crate) struct Carried {
+    /// Index of the layer in the model.
+    pub layer: usize,
+    pub tokens: usize,
+    pub parts: Vec<Part>,
+}
+
+impl fmt::Debug for Carried {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} parts of layer {}", self.parts.len(), self.layer)
+    }
 }
 
 impl Batch {
@@ -31,7 +49,8 @@ impl Batch {
     /// [`Error::Length`] when a slice is no multiple of `tokens`, or ids and weights differ in length. Ids are checked against the
     /// layer when the batch is submitted.
     pub fn new(tokens: usize, input: impl Into<Hidden>, topk_ids: Vec<i32>, topk_weights: Vec<f32>) -> Result<Batch> {
-        let batch = Batch { tokens, input: Arc::new(input.into()), topk_ids, topk_weights, output: Vec::new() };
+        let input = Arc::new(input.into());
+        let batch = Batch { tokens, input, topk_ids, topk_weights, output: Vec::new(), defer: 0, carried: None };
         batch.check()?;
         Ok(batch)
     }
@@ -47,18 +66,31 @@ impl Batch {
         topk_ids: Vec<i32>,
         topk_weights: Vec<f32>,
     ) -> Result<()> {
-        let output = std::mem::take(&mut self.output);
-        *self = Batch {
-            tokens: 0,
-            input: Arc::new(Hidden::F32(Vec::new())),
-            topk_ids: vec![],
-            topk_weights: vec![],
-            output,
-        };
-        let new =
-            Batch { output: std::mem::take(&mut self.output), ..Batch::new(tokens, input, topk_ids, topk_weights)? };
-        *self = new;
+        let old = std::mem::replace(self, Batch { defer: self.defer, ..Batch::empty() });
+        let new = Batch::new(tokens, input, topk_ids, topk_weights)?;
+        *self = Batch { output: old.output, defer: old.defer, carried: old.carried, ..new };
         Ok(())
+    }
+
+    fn empty() -> Batch {
+        let input = Arc::new(Hidden::F32(Vec::new()));
+        Batch { tokens: 0, input, topk_ids: vec![], topk_weights: vec![], output: vec![], defer: 0, carried: None }
+    }
+
+    /// Defers `experts` experts of each token: those of least weight are added to the output of the next layer that holds experts, in place
+    /// of this one's. They are computed while the caller goes on to that layer. It changes what the model computes, a little; so it is off (0)
+    /// unless asked for. The last layer defers none.
+    ///
+    /// Which experts of a token wait depends on nothing but its own weights (among equals, the later ones wait). What a layer left is added by
+    /// the next layer's call with this same batch, [`set`](Batch::set) to that layer's input for the same number of tokens; calls in another
+    /// order, as those of the next request, drop it.
+    pub fn defer(&mut self, experts: usize) {
+        self.defer = experts;
+    }
+
+    /// Whether a layer's call left something for the next one's.
+    pub fn carries(&self) -> bool {
+        self.carried.is_some()
     }
 
     fn check(&self) -> Result<()> {

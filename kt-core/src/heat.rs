@@ -7,13 +7,12 @@
 //! ```
 
 use std::cmp::Reverse;
-use std::fs::File;
-use std::io::Read;
 use std::path::Path;
 
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
+use crate::json;
 use crate::layer::LayerSpec;
 
 /// Version of the file, its first key.
@@ -212,7 +211,7 @@ impl HeatMap {
     /// # Errors
     /// [`Error::Io`].
     pub fn save(&self, path: &Path) -> Result<()> {
-        std::fs::write(path, format!("{}\n", self.to_json())).map_err(|source| Error::Io { path: path.into(), source })
+        json::save(path, &self.to_json())
     }
 
     /// Reads a file that [`HeatMap::save`] wrote.
@@ -220,17 +219,7 @@ impl HeatMap {
     /// # Errors
     /// [`Error::Io`]; [`Error::Checkpoint`] with the file's name, as [`HeatMap::from_json`].
     pub fn load(path: &Path) -> Result<HeatMap> {
-        let io = |source| Error::Io { path: path.into(), source };
-        let mut text = Vec::new();
-        File::open(path).map_err(io)?.take(MOST_BYTES + 1).read_to_end(&mut text).map_err(io)?;
-        if text.len() as u64 > MOST_BYTES {
-            return Err(Error::file(
-                path,
-                format!("heat map: larger than {} MiB, this is something else", MOST_BYTES >> 20),
-            ));
-        }
-        let json: Value =
-            serde_json::from_slice(&text).map_err(|e| Error::file(path, format!("heat map: not JSON: {e}")))?;
+        let json = json::load(path, "heat map", MOST_BYTES)?;
         HeatMap::from_json(&json).map_err(|e| Error::file(path, e.to_string()))
     }
 }

@@ -10,10 +10,12 @@
 //! at the speed of a disk. What this process holds already is counted beside it: the system has taken it off what is available.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use crate::backend::Fit;
+use crate::backend::{Device, Fit};
+use crate::cpu::topology::cgroups;
 use crate::format::Format;
+use crate::placement::Capacity;
 
 /// Whether a plan can be carried out; a later one is worse.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -59,6 +61,36 @@ pub struct LayerPlan {
     pub fit: Fit,
     /// The backends not chosen, each with the reason.
     pub declined: Vec<(String, String)>,
+    /// Its experts on devices. All other numbers are of those in host memory.
+    pub on_devices: Vec<OnDevice>,
+}
+
+/// Experts of one layer on one device.
+#[derive(Debug, Clone, PartialEq)]
+pub struct OnDevice {
+    /// Place of the device in [`Plan::devices`].
+    pub device: usize,
+    /// How many.
+    pub experts: usize,
+    /// Bytes of the device's memory.
+    pub bytes: u64,
+    /// Bytes of it that one token reads, by the heat map that experts were placed by, or as if all were chosen alike.
+    pub token_bytes: u64,
+}
+
+/// A device in a plan.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DevicePlan {
+    /// Its backend.
+    pub backend: String,
+    /// What the backend says of it.
+    pub device: Device,
+    /// What it may take: the number asked for.
+    pub capacity: Capacity,
+    /// Scratch of a layer call, and weights on their way if layers are streamed.
+    pub scratch_bytes: u64,
+    /// Why it takes nothing of some layers.
+    pub declined: Vec<String>,
 }
 
 /// When memory that a caller announces is taken.
@@ -169,6 +201,10 @@ pub struct Plan {
     pub available: Available,
     /// All limits known, the lowest first.
     pub limits: Vec<Available>,
+    /// Devices that take experts.
+    pub devices: Vec<DevicePlan>,
+    /// By which policy, when there are devices.
+    pub placement: String,
     /// NUMA nodes that weights are divided over, with the bytes of packed experts on each (to within a few panels). With one node, all that
     /// is resident.
     pub nodes: Vec<(usize, u64)>,
@@ -234,9 +270,32 @@ impl Plan {
         self.extra.iter().fold(self.expert_token_bytes(), |sum, e| sum.saturating_add(e.token_bytes))
     }
 
-    /// Tokens per second of one sequence when reading is all that takes time, by a bandwidth in bytes per second.
+    /// Tokens per second of one sequence when reading is all that takes time, by the host's bandwidth in bytes per second. In a layer, host
+    /// and devices read at the same time, and each device's call costs what it says ([`Device::call`]); how fast it reads counts where it is
+    /// known.
     pub fn tokens_per_second(&self, read_bytes_per_second: f64) -> f64 {
-        read_bytes_per_second / self.token_bytes().max(1) as f64
+        let extra = self.extra.iter().fold(0u64, |sum, e| sum.saturating_add(e.token_bytes));
+        let layer = |l: &LayerPlan| {
+            let on_device = |on: &OnDevice| {
+                let device = &self.devices[on.device].device;
+                let read = device.read_bytes_per_second.map_or(0.0, |speed| on.token_bytes as f64 / speed);
+                device.call.as_secs_f64() + read
+            };
+            let host = l.token_bytes as f64 / read_bytes_per_second;
+            l.on_devices.iter().filter(|on| on.experts > 0).map(on_device).fold(host, f64::max)
+        };
+        let seconds = extra as f64 / read_bytes_per_second + self.layers.iter().map(layer).sum::<f64>();
+        1.0 / seconds.max(1e-12)
+    }
+
+    /// Bytes of experts on a device.
+    pub fn device_bytes(&self, device: usize) -> u64 {
+        self.layers.iter().flat_map(|l| &l.on_devices).filter(|on| on.device == device).map(|on| on.bytes).sum()
+    }
+
+    /// Experts on a device, all layers together.
+    pub fn device_experts(&self, device: usize) -> usize {
+        self.layers.iter().flat_map(|l| &l.on_devices).filter(|on| on.device == device).map(|on| on.experts).sum()
     }
 
     /// Whether it can be carried out.
@@ -301,6 +360,12 @@ impl Plan {
                     "copied_bytes": l.copied_bytes + l.bias_bytes,
                     "mapped_bytes": l.fit.mapped_bytes.saturating_sub(l.copied_bytes),
                     "token_bytes": l.token_bytes,
+                    "on_devices": l.on_devices.iter().map(|on| serde_json::json!({
+                        "backend": self.devices[on.device].backend,
+                        "experts": on.experts,
+                        "bytes": on.bytes,
+                        "token_bytes": on.token_bytes,
+                    })).collect::<Vec<_>>(),
                     "declined": l.declined.iter().map(|(b, r)| serde_json::json!({"backend": b, "reason": r})).collect::<Vec<_>>(),
                 })
             })
@@ -339,6 +404,18 @@ impl Plan {
             "available_from": self.available.from,
             "limits": self.limits.iter().map(limit).collect::<Vec<_>>(),
             "nodes": self.nodes.iter().map(|(node, bytes)| serde_json::json!({"node": node, "bytes": bytes})).collect::<Vec<_>>(),
+            "devices": self.devices.iter().enumerate().map(|(i, d)| serde_json::json!({
+                "backend": d.backend,
+                "label": d.device.label,
+                "total_bytes": d.device.total_bytes,
+                "free_bytes": d.device.free_bytes,
+                "experts": self.device_experts(i),
+                "bytes": self.device_bytes(i),
+                "scratch_bytes": d.scratch_bytes,
+                "call_s": d.device.call.as_secs_f64(),
+                "declined": d.declined,
+            })).collect::<Vec<_>>(),
+            "placement": self.placement,
             "notes": self.notes,
             "layers": layers,
         })
@@ -369,6 +446,18 @@ impl Plan {
             text += &format!("{layers}: {} on {} ({}): {}\n", l.format, l.backend, l.fit.tier, l.fit.how);
             for (backend, reason) in &l.declined {
                 text += &format!("  not {backend}: {reason}\n");
+            }
+        }
+        for (i, d) in self.devices.iter().enumerate() {
+            text += &format!(
+                "on {} ({}): {} experts, {}\n",
+                d.backend,
+                d.device.label,
+                self.device_experts(i),
+                self.placement
+            );
+            for why in &d.declined {
+                text += &format!("  not {why}\n");
             }
         }
         for note in &self.notes {
@@ -431,6 +520,13 @@ impl fmt::Display for Plan {
             for (node, bytes) in &self.nodes {
                 line(&format!("of packed experts, on NUMA node {node}"), *bytes)?;
             }
+        }
+        for (i, d) in self.devices.iter().enumerate() {
+            let name = format!("{} ({})", d.backend, d.device.label);
+            let experts = format!("{} experts on {name}, {}", self.device_experts(i), self.placement);
+            line(&experts, self.device_bytes(i))?;
+            line(&format!("scratch and weights on their way, on {name}"), d.scratch_bytes)?;
+            line(&format!("free on {name}"), d.device.free_bytes)?;
         }
         line("read per token, of experts", self.expert_token_bytes())?;
         line("read per token, in all", self.token_bytes())?;
@@ -497,53 +593,37 @@ pub fn memory_limits() -> Vec<Available> {
 
 /// As [`memory_limits`], for another root directory.
 pub fn memory_limits_under(root: &Path) -> Vec<Available> {
-    let read = |path: &str| std::fs::read_to_string(root.join(path)).ok();
-    let number = |path: &str| read(path).and_then(|t| t.trim().parse::<u64>().ok());
+    let read = |path: PathBuf| std::fs::read_to_string(root.join(path)).ok();
+    let number = |path: PathBuf| read(path).and_then(|t| t.trim().parse::<u64>().ok());
     let mut limits = Vec::new();
-    let meminfo = read("proc/meminfo").unwrap_or_default();
+    let meminfo = read("proc/meminfo".into()).unwrap_or_default();
     let ram = kib(&meminfo, "MemTotal").unwrap_or(u64::MAX);
     if let Some(bytes) = kib(&meminfo, "MemAvailable") {
         limits.push(Available { bytes, total_bytes: ram, from: "MemAvailable".into(), kind: LimitKind::System });
     }
-    let cgroups = read("proc/self/cgroup").unwrap_or_default();
-    for line in cgroups.lines() {
-        let mut parts = line.splitn(3, ':').skip(1);
-        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
-        let (base, maxima, current, caches): (_, &[&str], _, _) = if controllers.is_empty() {
+    // A limit of any ancestor counts.
+    for (dir, v2) in cgroups(root, "memory") {
+        let (maxima, current, caches): (&[&str], _, _) = match v2 {
             // Above `high` the system slows the group down until it is below: as bad as the end of memory.
-            let caches = ["inactive_file", "active_file"];
-            ("sys/fs/cgroup", &["memory.max", "memory.high"], "memory.current", caches)
-        } else if controllers.split(',').any(|c| c == "memory") {
-            let caches = ["total_inactive_file", "total_active_file"];
-            ("sys/fs/cgroup/memory", &["memory.limit_in_bytes"], "memory.usage_in_bytes", caches)
-        } else {
-            continue;
+            true => (&["memory.max", "memory.high"], "memory.current", ["inactive_file", "active_file"]),
+            false => {
+                (&["memory.limit_in_bytes"], "memory.usage_in_bytes", ["total_inactive_file", "total_active_file"])
+            }
         };
-        // A limit of any ancestor counts. Inside a container the path may not exist below the mounted root: then the root counts.
-        let mut dir = path.trim_matches('/').to_string();
-        loop {
-            let at =
-                |file: &str| if dir.is_empty() { format!("{base}/{file}") } else { format!("{base}/{dir}/{file}") };
-            for max in maxima {
-                let (Some(limit), Some(used)) = (number(&at(max)), number(&at(current))) else { continue };
-                // Version 1 has a number for no limit, of about 2^63.
-                if limit >= ram.min(1 << 62) {
-                    continue;
-                }
-                let stat = read(&at("memory.stat")).unwrap_or_default();
-                let cache: u64 = caches.iter().filter_map(|key| field(&stat, key)).fold(0, u64::saturating_add);
-                limits.push(Available {
-                    bytes: limit.saturating_sub(used.saturating_sub(cache)),
-                    total_bytes: limit,
-                    from: format!("cgroup /{}", at(max)),
-                    kind: LimitKind::Cgroup,
-                });
+        for max in maxima {
+            let (Some(limit), Some(used)) = (number(dir.join(max)), number(dir.join(current))) else { continue };
+            // Version 1 has a number for no limit, of about 2^63.
+            if limit >= ram.min(1 << 62) {
+                continue;
             }
-            match dir.rfind('/') {
-                Some(i) => dir.truncate(i),
-                None if dir.is_empty() => break,
-                None => dir.clear(),
-            }
+            let stat = read(dir.join("memory.stat")).unwrap_or_default();
+            let cache: u64 = caches.iter().filter_map(|key| field(&stat, key)).fold(0, u64::saturating_add);
+            limits.push(Available {
+                bytes: limit.saturating_sub(used.saturating_sub(cache)),
+                total_bytes: limit,
+                from: format!("cgroup /{}", dir.join(max).display()),
+                kind: LimitKind::Cgroup,
+            });
         }
     }
     limits.sort_by_key(|l| l.bytes);

@@ -1,41 +1,38 @@
 //! Chooses a backend for every layer, loads, and runs batches.
 
-use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Mutex, RwLock};
 
-use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Progress, Residence};
-use crate::batch::{Batch, NO_EXPERT};
-use crate::cpu::cache::{CacheReport, PackedCache};
+use crate::backend::{Backend, Device, Fit, LinearOp, LoadContext, Progress, Streaming};
+use crate::cpu::cache::PackedCache;
 use crate::cpu::memory::HugePages;
 use crate::cpu::team::Team;
 use crate::cpu::tier::Tier;
 use crate::error::{Error, Result, Unsupported};
+use crate::experts::{Bank, Experts, LayerExperts, LayerStream, Observed, Placed};
 use crate::format::{Format, Group, Matrix};
-use crate::heat::{HeatMap, LayerHeat};
 use crate::layer::{LayerSpec, Proj};
-use crate::pending::{Pending, contain};
+use crate::pending::contain;
+use crate::placement::{Capacity, Need, Placement, PlacementOptions, Policy, Stream, place};
 use crate::plan::{
-    Available, Change, Extra, LayerPlan, Plan, Remedy, Verdict, held_memory, human_bytes, memory_limits,
+    Available, Change, DevicePlan, Extra, Kind, LayerPlan, OnDevice, Plan, Remedy, Verdict, held_memory, human_bytes,
+    memory_limits,
 };
-use crate::scheduler::{self, Home, Share};
 use crate::source::{Reads, WeightSource};
-use crate::stats::{LayerStats, Stats, Usage};
-use crate::work::{Hidden, Spent, Work};
 
 /// A backend that a build knows, or why it cannot run here.
 pub struct Candidate {
     /// The backend's name.
     pub name: String,
     /// The backend, or what this machine lacks.
-    pub backend: Result<Box<dyn Backend>, Unsupported>,
+    pub backend: Result<Arc<dyn Backend>, Unsupported>,
 }
 
 impl Candidate {
     /// A candidate.
     pub fn new(name: &str, backend: Result<impl Backend + 'static, Unsupported>) -> Self {
-        Candidate { name: name.into(), backend: backend.map(|b| Box::new(b) as Box<dyn Backend>) }
+        Candidate { name: name.into(), backend: backend.map(|b| Arc::new(b) as Arc<dyn Backend>) }
     }
 }
 
@@ -99,9 +96,9 @@ impl RuntimeBuilder {
         self
     }
 
-    /// Adds a backend of the caller's own, preferred over the built-in ones of equal rank.
+    /// Adds a backend of the caller's own: in place of a built-in one of its name, and preferred over the others of equal rank.
     pub fn with_backend(mut self, backend: impl Backend + 'static) -> Self {
-        self.own.push(Candidate { name: backend.name().into(), backend: Ok(Box::new(backend)) });
+        self.own.push(Candidate { name: backend.name().into(), backend: Ok(Arc::new(backend)) });
         self
     }
 
@@ -162,13 +159,18 @@ impl RuntimeBuilder {
             return Err(Error::Invalid("give either a team or a number of threads: a team has its own".into()));
         }
         let mut candidates = self.own;
+        let own: Vec<String> = candidates.iter().map(|c| c.name.clone()).collect();
         #[cfg(feature = "plugins")]
         candidates.extend(crate::plugin::candidates(&self.plugins[0], &self.plugins[1], self.max_tier)?);
-        candidates.extend((self.registry)(self.max_tier));
+        candidates.extend((self.registry)(self.max_tier).into_iter().filter(|c| !own.contains(&c.name)));
         if let Some(name) = &self.backend {
             let known: Vec<_> = candidates.iter().map(|c| c.name.clone()).collect();
-            candidates.retain(|c| c.name == *name);
-            match candidates.first() {
+            // A device's backend has the experts; whatever else there is to compute, others do.
+            let is_device = |c: &Candidate| c.backend.as_ref().is_ok_and(|b| b.device().is_some());
+            if !candidates.iter().any(|c| c.name == *name && is_device(c)) {
+                candidates.retain(|c| c.name == *name || is_device(c));
+            }
+            match candidates.iter().find(|c| c.name == *name) {
                 None => {
                     return Err(Unsupported::new(format!(
                         "there is no backend `{name}` in this build; it has: {}",
@@ -195,6 +197,7 @@ impl RuntimeBuilder {
             max_tier: self.max_tier,
             huge_pages: self.huge_pages,
             candidates,
+            only: self.backend,
             memory_limit: self.memory_limit,
             packed_cache: self.packed_cache,
             pass_tokens: self.pass_tokens,
@@ -208,6 +211,8 @@ pub struct Runtime {
     max_tier: Tier,
     huge_pages: HugePages,
     candidates: Vec<Candidate>,
+    /// The backend that was asked for by name.
+    only: Option<String>,
     memory_limit: Option<u64>,
     packed_cache: Option<PathBuf>,
     pass_tokens: usize,
@@ -222,6 +227,33 @@ pub struct LoadOptions {
     pub batch_tokens: Option<usize>,
     /// Progress and cancellation; keep a clone to look at it from another thread.
     pub progress: Arc<Progress>,
+    /// Which experts go to devices.
+    pub placement: PlacementOptions,
+}
+
+impl Devices {
+    /// What each device has of layer `i`, and the share of a token's choices that are of it.
+    fn of_layer(&self, i: usize, layer: &LayerSpec, policy: &Policy) -> Vec<(OnDevice, f64)> {
+        let placed = &self.placement.layers()[i];
+        let heat = match policy {
+            Policy::Frequency(heat) => heat.layers().iter().find(|l| l.layer == layer.index),
+            _ => None,
+        };
+        let total = heat.map_or(0, |h| h.counts.iter().sum::<u64>());
+        let on = |device: usize| {
+            let experts = placed.experts(device as u32 + 1);
+            let share = match heat {
+                Some(h) if total > 0 => {
+                    experts.iter().map(|&e| h.counts[e as usize] as f64).sum::<f64>() / total as f64
+                }
+                _ => experts.len() as f64 / layer.experts.max(1) as f64,
+            };
+            let each = self.needs[i].expert_bytes[device].unwrap_or(0);
+            let token_bytes = (each as f64 * layer.top_k as f64 * share).round() as u64;
+            (OnDevice { device, experts: experts.len(), bytes: each * experts.len() as u64, token_bytes }, share)
+        };
+        (0..self.backends.len()).map(on).collect()
+    }
 }
 
 /// What experts may become to take less, of what is encoded fast enough to be done at load.
@@ -243,6 +275,22 @@ struct LayerPlans {
     /// Per token of a pass, and per row of a thread's tile.
     scratch_bytes_per_token: [u64; 2],
     load_bytes_per_thread: u64,
+    devices: Devices,
+}
+
+/// The devices that take experts, and what they take.
+#[derive(Default)]
+struct Devices {
+    backends: Vec<Arc<dyn Backend>>,
+    plans: Vec<DevicePlan>,
+    /// By device and layer.
+    fits: Vec<Vec<Option<Fit>>>,
+    needs: Vec<Need>,
+    placement: Placement,
+    /// Host memory that streaming takes.
+    stream_bytes: u64,
+    /// Host memory that inputs and outputs of devices take, on their way.
+    transfer_bytes: u64,
 }
 
 impl LayerPlans {
@@ -269,7 +317,7 @@ fn largest(most: usize, good: impl Fn(usize) -> bool) -> Option<usize> {
 
 /// The backend chosen, and why the others were not.
 struct Choice<'a> {
-    backend: &'a dyn Backend,
+    backend: &'a Arc<dyn Backend>,
     fit: Fit,
     declined: Vec<(String, String)>,
 }
@@ -304,11 +352,14 @@ impl Runtime {
     }
 
     fn choose(&self, what: &str, probe: impl Fn(&dyn Backend) -> Result<Fit, Unsupported>) -> Result<Choice<'_>> {
-        let mut best: Option<(&str, &dyn Backend, Fit)> = None;
+        let mut best: Option<(&str, &Arc<dyn Backend>, Fit)> = None;
         let mut declined = Vec::new();
         for c in &self.candidates {
             let fit = match &c.backend {
-                Ok(backend) => probe(&**backend).map(|fit| (&**backend, fit)),
+                Ok(backend) if backend.device().is_some() => {
+                    Err(Unsupported::new("a device: it takes experts by placement, and nothing else"))
+                }
+                Ok(backend) => probe(&**backend).map(|fit| (backend, fit)),
                 Err(why) => Err(why.clone()),
             };
             match fit {
@@ -375,17 +426,20 @@ impl Runtime {
     ) -> Result<Plan> {
         // Elsewhere packed experts are copied out of the cache, to the memory of their nodes.
         let cache = cache.filter(|_| !self.team.wants_memory_near());
-        let layers = self.plan_layers(source.layers(), cache, |i, proj| source.reads(&source.layers()[i], proj))?;
+        let tokens = options.batch_tokens.unwrap_or(self.pass_tokens).min(self.pass_tokens);
+        let reads = |i: usize, proj| source.reads(&source.layers()[i], proj);
+        let layers = self.plan_layers(source.layers(), cache, reads, &options.placement, tokens)?;
         let limits = match self.memory_limit {
             Some(bytes) => vec![Available::limited(bytes)],
             None => memory_limits(),
         };
-        let tokens = options.batch_tokens.unwrap_or(self.pass_tokens).min(self.pass_tokens);
         let (scratch_per_token, load_per_thread) = (layers.scratch_bytes_per_token, layers.load_bytes_per_thread);
         let mut plan = Plan {
             scratch_bytes: layers.scratch_bytes(tokens, self.threads()),
             load_bytes: layers.load_bytes_per_thread * self.threads() as u64,
             layers: layers.plans,
+            placement: options.placement.policy.to_string(),
+            devices: layers.devices.plans,
             extra: options.extra.clone(),
             held_bytes: held_memory(),
             available: limits[0].clone(),
@@ -401,6 +455,17 @@ impl Runtime {
                 shares.iter().map(|s| (s.node, (packed * s.threads as u128 / threads) as u64)).collect()
             }
         };
+        if layers.devices.transfer_bytes > 0 {
+            let bytes = layers.devices.transfer_bytes;
+            plan.extra.push(Extra::new("inputs and outputs on their way to devices and back", Kind::Working, bytes));
+        }
+        if layers.devices.stream_bytes > 0 {
+            plan.extra.push(Extra::new("uploads of streamed layers", Kind::Working, layers.devices.stream_bytes));
+            plan.notes.push(format!(
+                "streamed layers are read from the checkpoint each time: {} that do not stay in the page cache come from disk",
+                human_bytes(source.layers().iter().map(|l| l.expert_bytes() * l.experts as u64).sum())
+            ));
+        }
         for &(node, bytes) in plan.nodes.iter().filter(|_| self.team.shares().len() > 1) {
             let has = self.team.topology().nodes().iter().find(|n| n.index == node).map_or(0, |n| n.total_bytes);
             if has > 0 && bytes > has {
@@ -412,7 +477,7 @@ impl Runtime {
             }
         }
         if plan.verdict() != Verdict::Fits {
-            self.offer_formats(&mut plan, source, tokens);
+            self.offer_formats(&mut plan, source, tokens, &options.placement);
             let with = |tokens, threads| Plan {
                 scratch_bytes: scratch_bytes(scratch_per_token, tokens, threads),
                 load_bytes: load_per_thread * threads as u64,
@@ -439,15 +504,38 @@ impl Runtime {
         cache: Option<&PackedCache>,
         // Of the layer at this place among `specs`.
         reads: impl Fn(usize, Proj) -> Reads,
+        options: &PlacementOptions,
+        tokens: usize,
     ) -> Result<LayerPlans> {
-        let mut all = LayerPlans::default();
+        let mut all = LayerPlans { devices: self.place(specs, options, tokens)?, ..LayerPlans::default() };
         for (i, layer) in specs.iter().enumerate() {
-            let Choice { backend, mut fit, declined } = self.choose_for(layer)?;
-            let experts: Vec<u32> = (0..layer.experts as u32).collect();
+            let placed = &all.devices.placement.layers()[i];
+            let experts = placed.experts(0);
+            let (backend, mut fit, declined) = match self.choose_for(layer) {
+                Ok(Choice { backend, fit, declined }) => {
+                    (Some(backend), fit.of_experts(experts.len(), layer.experts), declined)
+                }
+                // What no backend of the host could run, devices may have in whole.
+                Err(_) if experts.is_empty() => (None, Fit::nothing(), Vec::new()),
+                Err(e) => return Err(e),
+            };
+            if let (Some(name), false) = (&self.only, experts.is_empty())
+                && all.devices.backends.iter().any(|b| b.name() == name)
+            {
+                return Err(Unsupported::new(format!(
+                    "{name} was asked for, and {} of the {} experts of layer {} find no room there",
+                    experts.len(),
+                    layer.experts,
+                    layer.index
+                ))
+                .into());
+            }
+            let on_devices = all.devices.of_layer(i, layer, &options.policy);
+            let hits: f64 = on_devices.iter().map(|(_, share)| share).sum();
             // What is used in place is read, and made, as ever.
             let mut reads = Proj::ALL.map(|proj| reads(i, proj));
             let used_in_place = fit.mapped_bytes;
-            if cache.is_some_and(|cache| backend.is_cached(layer, &experts, cache)) {
+            if cache.zip(backend).is_some_and(|(cache, backend)| backend.is_cached(layer, &experts, cache)) {
                 if fit.mapped_bytes == 0 {
                     reads = [Reads::default(); 3];
                 }
@@ -476,19 +564,113 @@ impl Runtime {
                 experts: layer.experts,
                 format: layer.format_label(),
                 stored_bytes: layer.expert_bytes() * layer.experts as u64,
-                token_bytes: (fit.packed_bytes + fit.mapped_bytes) / layer.experts.max(1) as u64 * layer.top_k as u64,
-                copied_bytes: used_in_place.min(copied * layer.experts as u64),
-                bias_bytes: if layer.biases { biases * layer.experts as u64 } else { 0 },
-                backend: backend.name().into(),
+                token_bytes: {
+                    let each = (fit.packed_bytes + fit.mapped_bytes) / experts.len().max(1) as u64;
+                    (each as f64 * layer.top_k as f64 * (1.0 - hits)).round() as u64
+                },
+                copied_bytes: used_in_place.min(copied * experts.len() as u64),
+                bias_bytes: if layer.biases { biases * experts.len() as u64 } else { 0 },
+                backend: backend.map_or("none", |b| b.name()).into(),
                 fit,
                 declined,
+                on_devices: on_devices.into_iter().map(|(on, _)| on).filter(|on| on.experts > 0).collect(),
             });
         }
         Ok(all)
     }
 
+    /// The backend of a device, and what it says of it.
+    fn device(&self, name: &str) -> Result<(Arc<dyn Backend>, Device)> {
+        let known = |c: &Candidate| match &c.backend {
+            Ok(b) => b.device().map(|d| format!("{} ({})", c.name, d.label)),
+            Err(_) => None,
+        };
+        let devices: Vec<String> = self.candidates.iter().filter_map(known).collect();
+        let devices = if devices.is_empty() { "none".into() } else { devices.join(", ") };
+        let why = match self.candidates.iter().find(|c| c.name == name).map(|c| &c.backend) {
+            Some(Ok(backend)) => match backend.device() {
+                Some(device) => return Ok((backend.clone(), device)),
+                None => format!("backend `{name}` is no device"),
+            },
+            Some(Err(why)) => format!("backend `{name}` cannot run here: {why}"),
+            None => format!("there is no backend `{name}`"),
+        };
+        Err(Unsupported::new(format!("{why}; devices that can take experts: {devices}")).into())
+    }
+
+    /// Which experts go to which device.
+    fn place(&self, specs: &[LayerSpec], options: &PlacementOptions, tokens: usize) -> Result<Devices> {
+        let mut named = options.devices.clone();
+        if let Some(name) = self.only.as_ref().filter(|_| named.is_empty())
+            && self.device(name).is_ok()
+        {
+            named.push((name.clone(), Capacity::bytes(u64::MAX)));
+        }
+        if let Policy::Frequency(heat) = &options.policy {
+            heat.check(specs)?;
+        }
+        let mut all = Devices::default();
+        let mut capacities = Vec::new();
+        for (d, (name, capacity)) in named.iter().enumerate() {
+            let (backend, device) = self.device(name)?;
+            if capacity.bytes != u64::MAX && capacity.bytes > device.free_bytes {
+                return Err(Error::Invalid(format!(
+                    "{} of experts were asked for on {name} ({}), which has {} free of {}",
+                    human_bytes(capacity.bytes),
+                    device.label,
+                    human_bytes(device.free_bytes),
+                    human_bytes(device.total_bytes)
+                )));
+            }
+            let mut declined: Vec<String> = Vec::new();
+            let mut scratch = 0;
+            let mut fits = Vec::with_capacity(specs.len());
+            for layer in specs {
+                let fit = backend.probe(layer);
+                if let Err(why) = &fit {
+                    let why = format!("{}: {why}", layer.format_label());
+                    if !declined.contains(&why) {
+                        declined.push(why);
+                    }
+                }
+                let fit = fit.ok();
+                scratch = fit.as_ref().map_or(scratch, |f| scratch.max(f.scratch_bytes_per_token * tokens as u64));
+                fits.push(fit);
+            }
+            let mut streaming = Streaming::default();
+            if d == 0 && options.stream != Stream::Never {
+                for layer in specs {
+                    let layer = backend.probe_stream(layer)?;
+                    streaming.device_bytes = streaming.device_bytes.max(layer.device_bytes);
+                    streaming.host_bytes = streaming.host_bytes.max(layer.host_bytes);
+                }
+            }
+            let widest = specs.iter().map(|layer| layer.hidden as u64).max().unwrap_or(0);
+            all.transfer_bytes += 2 * 4 * widest * tokens as u64; // at most F32, there and back
+            let scratch_bytes = scratch + streaming.device_bytes;
+            let room = capacity.bytes.min(device.free_bytes.saturating_sub(scratch_bytes));
+            capacities.push(Capacity { bytes: room, ..*capacity });
+            all.stream_bytes += streaming.host_bytes;
+            all.plans.push(DevicePlan { backend: name.clone(), device, capacity: *capacity, scratch_bytes, declined });
+            all.fits.push(fits);
+            all.backends.push(backend);
+        }
+        let need = |(i, layer): (usize, &LayerSpec)| {
+            let bytes = |fits: &Vec<Option<Fit>>| {
+                fits[i].as_ref().map(|f| f.packed_bytes.div_ceil(layer.experts.max(1) as u64))
+            };
+            Need { layer: layer.index, experts: layer.experts, expert_bytes: all.fits.iter().map(bytes).collect() }
+        };
+        all.needs = specs.iter().enumerate().map(need).collect();
+        all.placement = place(&options.policy, &all.needs, &capacities);
+        if options.stream != Stream::Never && all.backends.is_empty() {
+            return Err(Error::Invalid("layers can be streamed to devices only, and none was named".into()));
+        }
+        Ok(all)
+    }
+
     /// What the experts would take in smaller formats: up to three that help, or the smallest when none does.
-    fn offer_formats(&self, plan: &mut Plan, source: &dyn WeightSource, tokens: usize) {
+    fn offer_formats(&self, plan: &mut Plan, source: &dyn WeightSource, tokens: usize, placement: &PlacementOptions) {
         let mut offers: Vec<Remedy> = Vec::new();
         for format in SMALLER {
             let specs: Option<Vec<LayerSpec>> = source
@@ -508,7 +690,10 @@ impl Runtime {
                     false => Reads { copied_bytes: format.stored_bytes(rows, cols), ..own },
                 }
             };
-            let Some(layers) = specs.and_then(|specs| self.plan_layers(&specs, None, reads).ok()) else { continue };
+            let Some(layers) = specs.and_then(|specs| self.plan_layers(&specs, None, reads, placement, tokens).ok())
+            else {
+                continue;
+            };
             let other = Plan {
                 scratch_bytes: layers.scratch_bytes(tokens, self.threads()),
                 load_bytes: layers.load_bytes_per_thread * self.threads() as u64,
@@ -550,49 +735,117 @@ impl Runtime {
     /// # Errors
     /// As [`Runtime::load`], and [`Error::Cancelled`].
     pub fn load_with(&self, source: &dyn WeightSource, options: LoadOptions) -> Result<Experts> {
+        self.load_from(source, None, options)
+    }
+
+    /// As [`Runtime::load_with`], keeping the source: so experts can be moved while the model runs, and layers be streamed to a device
+    /// ([`PlacementOptions`]).
+    ///
+    /// # Errors
+    /// As [`Runtime::load_with`]; a device that cannot stream.
+    pub fn load_shared(&self, source: &Arc<dyn WeightSource>, options: LoadOptions) -> Result<Experts> {
+        self.load_from(&**source, Some(source), options)
+    }
+
+    fn load_from(
+        &self,
+        source: &dyn WeightSource,
+        shared: Option<&Arc<dyn WeightSource>>,
+        options: LoadOptions,
+    ) -> Result<Experts> {
         let _span = tracing::info_span!("load", path = %source.path().display(), threads = self.threads()).entered();
         let cache = self.cache_of(source).map(Arc::new);
         let plan = self.plan_beside(source, &options, cache.as_deref())?;
         if plan.verdict() == Verdict::Refuse {
             return Err(Error::Memory(Box::new(plan)));
         }
+        let tokens = options.batch_tokens.unwrap_or(self.pass_tokens).min(self.pass_tokens);
+        let devices = self.place(source.layers(), &options.placement, tokens)?;
+        let wanted = &options.placement;
+        if shared.is_none() && (wanted.live || wanted.stream != Stream::Never) {
+            return Err(Error::Invalid(
+                "experts can be moved and streamed only from a source that is kept: use `load_shared`".into(),
+            ));
+        }
+        let stream_from = Arc::new(AtomicUsize::new(match wanted.stream {
+            Stream::From(tokens) => tokens,
+            Stream::Never | Stream::Measured => usize::MAX,
+        }));
         let context = LoadContext {
             team: self.team.clone(),
             progress: options.progress,
             huge_pages: self.huge_pages,
             cache: cache.clone(),
+            replaceable: wanted.live && !devices.backends.is_empty(),
         };
         context.progress.start(plan.layers.iter().map(|l| l.stored_bytes).sum());
         let mut layers = Vec::new();
-        for spec in source.layers() {
+        for (i, spec) in source.layers().iter().enumerate() {
             let _span = tracing::info_span!("load_layer", layer = spec.index).entered();
-            let choice = tracing::info_span!("placement", layer = spec.index).in_scope(|| self.choose_for(spec))?;
-            let name = choice.backend.name().to_string();
-            let all: Vec<u32> = (0..spec.experts as u32).collect();
-            let bank =
-                contain(&name, spec.index, || choice.backend.load(spec, &all, source, &context)).and_then(|r| r)?;
-            tracing::info!(
-                layer = spec.index,
-                format = %spec.format_label(),
-                backend = %name,
-                tier = %choice.fit.tier,
-                how = %choice.fit.how,
-                packed_bytes = bank.packed_bytes(),
-                "experts loaded"
-            );
+            let placed = &devices.placement.layers()[i];
+            let (mut banks, mut ids) = (Vec::new(), Vec::new());
+            for place in 0..=devices.backends.len() as u32 {
+                let experts = placed.experts(place);
+                if experts.is_empty() {
+                    continue;
+                }
+                let (backend, fit) = match place.checked_sub(1).map(|d| d as usize) {
+                    None => {
+                        let choice =
+                            tracing::info_span!("placement", layer = spec.index).in_scope(|| self.choose_for(spec))?;
+                        (choice.backend.clone(), choice.fit)
+                    }
+                    Some(d) => match &devices.fits[d][i] {
+                        Some(fit) => (devices.backends[d].clone(), fit.clone()),
+                        None => continue, // nothing is placed where it does not fit
+                    },
+                };
+                let name = backend.name().to_string();
+                // What devices hold is not packed for the host, nor cached.
+                let context = match place {
+                    0 => context.clone(),
+                    _ => LoadContext { cache: None, ..context.clone() },
+                };
+                let bank =
+                    contain(&name, spec.index, || backend.load(spec, &experts, source, &context)).and_then(|r| r)?;
+                tracing::info!(
+                    layer = spec.index,
+                    experts = experts.len(),
+                    format = %spec.format_label(),
+                    backend = %name,
+                    tier = %fit.tier,
+                    how = %fit.how,
+                    packed_bytes = bank.packed_bytes(),
+                    "experts loaded"
+                );
+                banks.push(Bank {
+                    backend: name,
+                    tier: fit.tier,
+                    experts: bank,
+                    expert_bytes: (fit.packed_bytes + fit.mapped_bytes) / spec.experts.max(1) as u64,
+                    place,
+                });
+                ids.push(experts);
+            }
+            let stream = match (shared, devices.backends.first()) {
+                (Some(source), Some(backend)) if wanted.stream != Stream::Never => Some(LayerStream {
+                    backend: backend.clone(),
+                    source: source.clone(),
+                    expert_bytes: devices.needs[i].expert_bytes[0].unwrap_or(0),
+                }),
+                _ => None,
+            };
             layers.push(LayerExperts {
                 spec: spec.clone(),
-                homes: all.iter().map(|&local| Home { bank: 0, local }).collect(),
-                banks: vec![Bank {
-                    backend: name,
-                    tier: choice.fit.tier,
-                    experts: bank,
-                    expert_bytes: (choice.fit.packed_bytes + choice.fit.mapped_bytes) / spec.experts.max(1) as u64,
-                    ids: all,
-                }],
+                placed: RwLock::new(Placed::new(spec.experts, ids)),
+                observed: Mutex::new(Observed::new(spec.experts, banks.len())),
+                banks,
                 pass_tokens: self.pass_tokens,
                 team: self.team.clone(),
-                observed: Mutex::new(Observed { counts: vec![0; spec.experts], ..Observed::default() }),
+                previous: i.checked_sub(1).map(|before| source.layers()[before].index),
+                last: i + 1 == source.layers().len(),
+                stream,
+                stream_from: stream_from.clone(),
             });
         }
         let cache = cache.map(|cache| cache.report());
@@ -605,9 +858,13 @@ impl Runtime {
                 "packed cache"
             );
         }
-        let experts = Experts { layers: layers.into_iter().map(Arc::new).collect(), cache };
+        let layers = layers.into_iter().map(Arc::new).collect();
+        let experts = Experts { layers, cache, source: shared.cloned(), needs: devices.needs, stream_from };
         for residence in experts.residence().iter().filter(|r| r.is_astray()) {
             tracing::warn!("{residence}");
+        }
+        if wanted.stream == Stream::Measured {
+            experts.measure_streaming(tokens)?;
         }
         Ok(experts)
     }
@@ -619,8 +876,13 @@ impl Runtime {
     pub fn linear(&self, matrix: &Matrix) -> Result<Linear> {
         let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
         let choice = self.choose_linear(format, rows, cols)?;
-        let context =
-            LoadContext { team: self.team.clone(), progress: Arc::default(), huge_pages: self.huge_pages, cache: None };
+        let context = LoadContext {
+            team: self.team.clone(),
+            progress: Arc::default(),
+            huge_pages: self.huge_pages,
+            cache: None,
+            replaceable: false,
+        };
         let op = choice.backend.linear(matrix, &context)?;
         Ok(Linear { op, backend: choice.backend.name().into(), tier: choice.fit.tier })
     }
@@ -685,328 +947,5 @@ impl Linear {
             return Err(Error::Length { what: "y [n, rows]", expected: n * rows, got: y.len() });
         }
         contain(&self.backend, 0, || self.op.forward(x, y))
-    }
-}
-
-/// All expert layers of a model, loaded.
-pub struct Experts {
-    layers: Vec<Arc<LayerExperts>>,
-    cache: Option<CacheReport>,
-}
-
-impl Experts {
-    /// The experts of layer `index` (counting dense layers too, as the checkpoint does).
-    ///
-    /// # Errors
-    /// [`Error::NoSuchLayer`] when that layer holds no experts.
-    pub fn layer(&self, index: usize) -> Result<&Arc<LayerExperts>> {
-        self.layers.iter().find(|l| l.spec.index == index).ok_or_else(|| {
-            let known = match (self.layers.first(), self.layers.last()) {
-                (Some(a), Some(b)) => format!("{}..={}", a.spec.index, b.spec.index),
-                _ => "none".into(),
-            };
-            Error::NoSuchLayer { layer: index, known }
-        })
-    }
-
-    /// All expert layers, by rising index.
-    pub fn layers(&self) -> &[Arc<LayerExperts>] {
-        &self.layers
-    }
-
-    /// Where packed experts are in memory, by node; what a bank could not bind, with the reason.
-    pub fn residence(&self) -> Vec<Residence> {
-        let mut nodes: Vec<Residence> = Vec::new();
-        for r in self.layers.iter().flat_map(|l| &l.banks).flat_map(|b| b.experts.residence()) {
-            match nodes.iter_mut().find(|n| n.node == r.node) {
-                Some(n) => n.add(&r),
-                None => nodes.push(r),
-            }
-        }
-        nodes.sort_by_key(|n| n.node);
-        nodes
-    }
-
-    /// What the packed cache did for this load, if there is one ([`RuntimeBuilder::packed_cache`]).
-    pub fn packed_cache(&self) -> Option<&CacheReport> {
-        self.cache.as_ref()
-    }
-
-    /// Bytes of memory that hold packed experts; those mapped from the packed cache do not count.
-    pub fn packed_bytes(&self) -> u64 {
-        self.layers.iter().flat_map(|l| &l.banks).map(|b| b.experts.packed_bytes()).sum()
-    }
-
-    /// What the calls of every layer did since loading, or since [`Experts::reset_stats`].
-    pub fn stats(&self) -> Stats {
-        let layer = |l: &Arc<LayerExperts>| LayerStats { layer: l.spec.index, usage: l.observed().usage };
-        Stats { layers: self.layers.iter().map(layer).collect() }
-    }
-
-    /// Starts the statistics anew; the heat map goes on.
-    pub fn reset_stats(&self) {
-        self.layers.iter().for_each(|l| l.observed().usage = Usage::default());
-    }
-
-    /// How often each expert was chosen since loading, or since [`Experts::reset_heat_map`]. A batch counts as soon as it is split
-    /// over the banks.
-    pub fn heat_map(&self) -> HeatMap {
-        let layer = |l: &Arc<LayerExperts>| {
-            let observed = l.observed();
-            LayerHeat { layer: l.spec.index, tokens: observed.tokens, counts: observed.counts.clone() }
-        };
-        HeatMap::of(self.layers.iter().map(layer).collect())
-    }
-
-    /// Starts the heat map anew; the statistics go on.
-    pub fn reset_heat_map(&self) {
-        for layer in &self.layers {
-            let mut observed = layer.observed();
-            observed.tokens = 0;
-            observed.counts.fill(0);
-        }
-    }
-}
-
-struct Bank {
-    backend: String,
-    tier: String,
-    experts: Box<dyn ExpertBank>,
-    /// Bytes of weights of one expert, packed or in place.
-    expert_bytes: u64,
-    /// The layer's number of each local expert.
-    ids: Vec<u32>,
-}
-
-/// What a layer's calls did. Behind one lock, taken twice a call: that is no dearer than as many atomic numbers, and nobody sees
-/// the time of a call without its bytes.
-#[derive(Default)]
-struct Observed {
-    usage: Usage,
-    /// For the heat map: tokens routed, and how often each expert was chosen.
-    tokens: u64,
-    counts: Vec<u64>,
-}
-
-/// The experts of one layer.
-pub struct LayerExperts {
-    spec: LayerSpec,
-    homes: Vec<Home>,
-    banks: Vec<Bank>,
-    pass_tokens: usize,
-    team: Arc<Team>,
-    observed: Mutex<Observed>,
-}
-
-impl LayerExperts {
-    /// Shape and formats of the layer.
-    pub fn spec(&self) -> &LayerSpec {
-        &self.spec
-    }
-
-    /// Name and tier of the backends that hold its experts.
-    pub fn backends(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.banks.iter().map(|b| (b.backend.as_str(), b.tier.as_str()))
-    }
-
-    fn observed(&self) -> MutexGuard<'_, Observed> {
-        self.observed.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Counts the rows and weights of a pass, and its experts in the heat map.
-    fn count(&self, tokens: usize, shares: &[Share], usage: &mut Usage) {
-        let mut observed = self.observed();
-        observed.tokens += tokens as u64;
-        for (bank, share) in self.banks.iter().zip(shares) {
-            usage.rows += share.rows.len() as u64;
-            usage.weight_bytes += share.experts.len() as u64 * bank.expert_bytes;
-            for group in &share.experts {
-                observed.counts[bank.ids[group.local as usize] as usize] += group.rows.len() as u64;
-            }
-        }
-    }
-
-    fn check(&self, batch: &Batch) -> Result<()> {
-        let expected = batch.tokens * self.spec.hidden;
-        if batch.input.len() != expected {
-            return Err(Error::Length { what: "input [tokens, hidden]", expected, got: batch.input.len() });
-        }
-        let top_k = batch.top_k().max(1);
-        for (i, &id) in batch.topk_ids.iter().enumerate() {
-            if id != NO_EXPERT && !(0..self.spec.experts as i64).contains(&(id as i64)) {
-                return Err(Error::ExpertOutOfRange {
-                    layer: self.spec.index,
-                    token: i / top_k,
-                    slot: i % top_k,
-                    id,
-                    experts: self.spec.experts,
-                });
-            }
-        }
-        Ok(())
-    }
-
-    /// Computes the batch's output: for every token, the weighted sum of its experts. The calling thread works too.
-    ///
-    /// # Errors
-    /// Wrong slice lengths, an expert id out of range, or a backend's failure; the batch's output is then empty.
-    pub fn forward(&self, batch: &mut Batch) -> Result<()> {
-        let _span = tracing::debug_span!("forward", layer = self.spec.index, tokens = batch.tokens).entered();
-        let start = Instant::now();
-        let mut usage = Usage { calls: 1, tokens: batch.tokens as u64, ..Usage::default() };
-        let mut output = std::mem::take(&mut batch.output);
-        self.check(batch)?;
-        output.clear();
-        output.resize(batch.tokens * self.spec.hidden, 0.0);
-        if batch.tokens <= self.pass_tokens {
-            output =
-                self.pass(&batch.input, 0..batch.tokens, &batch.topk_ids, &batch.topk_weights, output, &mut usage)?;
-        } else {
-            let (hidden, top_k) = (self.spec.hidden, batch.top_k());
-            let mut part = Vec::new();
-            for first in (0..batch.tokens).step_by(self.pass_tokens) {
-                let tokens = first..batch.tokens.min(first + self.pass_tokens);
-                let slots = tokens.start * top_k..tokens.end * top_k;
-                let (ids, weights) = (&batch.topk_ids[slots.clone()], &batch.topk_weights[slots]);
-                part.clear();
-                part.resize(tokens.len() * hidden, 0.0);
-                part = self.pass(&batch.input, tokens, ids, weights, part, &mut usage)?;
-                output[first * hidden..][..part.len()].copy_from_slice(&part);
-            }
-        }
-        batch.output = output;
-        usage.wall = start.elapsed();
-        self.observed().usage += usage;
-        Ok(())
-    }
-
-    /// Tokens `tokens` of the input, with their `ids` and `weights`. All banks work at the same time; their outputs are added in the order of the banks.
-    fn pass(
-        &self,
-        input: &Arc<Hidden>,
-        tokens: Range<usize>,
-        ids: &[i32],
-        weights: &[f32],
-        output: Vec<f32>,
-        usage: &mut Usage,
-    ) -> Result<Vec<f32>> {
-        let (first, tokens) = (tokens.start, tokens.len());
-        let top_k = (ids.len() / tokens.max(1)).max(1);
-        let shares = scheduler::split(ids, weights, top_k, &self.homes, self.banks.len());
-        self.count(tokens, &shares, usage);
-        let mut works = self.banks.iter().zip(shares).map(|(bank, share)| {
-            let work = Work {
-                input: input.clone(),
-                first,
-                tokens,
-                hidden: self.spec.hidden,
-                rows: share.rows,
-                experts: share.experts,
-                output: Vec::new(),
-                spent: Spent::default(),
-            };
-            (bank, work)
-        });
-        let Some((bank, mut work)) = works.next() else { return Ok(output) };
-        let others: Vec<Pending<Work>> = works
-            .map(|(bank, work)| bank.experts.submit(Work { output: vec![0.0; tokens * self.spec.hidden], ..work }))
-            .collect();
-        work.output = output;
-        let work = bank.experts.run(work)?;
-        *usage += work.spent;
-        let mut output = work.output;
-        for pending in others {
-            let start = Instant::now();
-            let other = pending.wait()?;
-            let waited = start.elapsed();
-            // Whoever waits for work that nobody has begun does it: then this was no waiting.
-            let kernels = other.spent.kernels.min(waited);
-            *usage += Spent { kernels, waiting: waited - kernels };
-            output.iter_mut().zip(&other.output).for_each(|(o, v)| *o += v);
-        }
-        Ok(output)
-    }
-
-    /// Starts the batch on a thread of the runtime's and returns at once; [`Pending::wait`] gives it back with its output.
-    ///
-    /// What is wrong with the batch is reported by `wait`.
-    pub fn submit(self: &Arc<Self>, mut batch: Batch) -> Pending<Batch> {
-        let span = tracing::debug_span!("submit", layer = self.spec.index, tokens = batch.tokens);
-        let layer = self.clone();
-        let backend = self.banks.first().map_or("", |bank| &bank.backend);
-        self.team.spawn(backend, self.spec.index, move || {
-            span.in_scope(|| layer.forward(&mut batch))?;
-            Ok(batch)
-        })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-    use crate::activation::Activation;
-
-    /// A bank that adds its number to every token it gets, and says how long it computed.
-    struct Fake(f32, Duration);
-
-    impl ExpertBank for Fake {
-        fn submit(&self, mut work: Work) -> Pending<Work> {
-            for row in &work.rows {
-                work.output[row.token as usize * work.hidden] += self.0;
-            }
-            work.spent.kernels = self.1;
-            let length = self.1.min(Duration::from_millis(5));
-            Pending::new(move || {
-                std::thread::sleep(length);
-                Ok(work)
-            })
-        }
-
-        fn packed_bytes(&self) -> u64 {
-            0
-        }
-    }
-
-    #[test]
-    fn banks_are_observed_together() {
-        let bank = |number, kernels, expert_bytes, ids: &[u32]| Bank {
-            backend: "fake".into(),
-            tier: "none".into(),
-            experts: Box::new(Fake(number, kernels)),
-            expert_bytes,
-            ids: ids.to_vec(),
-        };
-        let spec = LayerSpec {
-            index: 4,
-            experts: 4,
-            top_k: 2,
-            hidden: 2,
-            intermediate: 2,
-            formats: [Format::Bf16; 3],
-            activation: Activation::SiluMul,
-            biases: false,
-        };
-        let hour = Duration::from_secs(3600);
-        let home = |bank, local| Home { bank, local };
-        let layer = LayerExperts {
-            spec,
-            homes: vec![home(1, 0), home(0, 0), home(0, 1), home(1, 1)],
-            // The second says that it computed for longer than anybody waited for it.
-            banks: vec![bank(1.0, Duration::from_millis(2), 10, &[1, 2]), bank(8.0, hour, 1000, &[0, 3])],
-            pass_tokens: 8,
-            team: Team::builder().threads(1).build().unwrap(),
-            observed: Mutex::new(Observed { counts: vec![0; 4], ..Observed::default() }),
-        };
-        let experts = Experts { layers: vec![Arc::new(layer)], cache: None };
-        let mut batch = Batch::new(3, vec![0.0; 6], vec![3, 0, 3, 1, 1, -1], vec![1.0; 6]).unwrap();
-        experts.layers[0].forward(&mut batch).unwrap();
-        assert_eq!(batch.output(), [16.0, 0.0, 9.0, 0.0, 1.0, 0.0]);
-        let map = experts.heat_map();
-        assert_eq!(map.layers(), [LayerHeat { layer: 4, tokens: 3, counts: vec![1, 2, 0, 2] }]);
-        let usage = experts.stats().layers[0].usage;
-        assert_eq!((usage.calls, usage.tokens, usage.rows, usage.weight_bytes), (1, 3, 5, 10 + 2 * 1000));
-        assert!(usage.kernels >= Duration::from_millis(7) && usage.kernels + usage.waiting <= usage.wall, "{usage:?}");
     }
 }

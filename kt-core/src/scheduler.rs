@@ -51,9 +51,44 @@ pub fn split(topk_ids: &[i32], topk_weights: &[f32], top_k: usize, homes: &[Home
     shares
 }
 
+/// Which slots of `topk_ids: [tokens, top_k]` wait for the next layer: of each token, those of least weight beyond `top_k - defer`; among
+/// equals the later ones. Nothing is returned where none wait.
+pub fn defer(topk_ids: &[i32], topk_weights: &[f32], top_k: usize, defer: usize) -> Vec<bool> {
+    if defer == 0 {
+        return Vec::new();
+    }
+    let keep = top_k.saturating_sub(defer);
+    let mut waits = vec![false; topk_ids.len()];
+    let mut slots: Vec<usize> = Vec::with_capacity(top_k);
+    for first in (0..topk_ids.len()).step_by(top_k.max(1)) {
+        slots.clear();
+        slots.extend((first..topk_ids.len().min(first + top_k)).filter(|&s| topk_ids[s] != NO_EXPERT));
+        slots.sort_by(|&a, &b| topk_weights[b].total_cmp(&topk_weights[a])); // stable
+        slots.iter().skip(keep).for_each(|&s| waits[s] = true);
+    }
+    waits
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_least_weights_wait() {
+        let ids = [3, 1, 2, 0, -1, 5, -1, 4, 6, 7, 8, 9];
+        let weights = [0.1, 0.4, 0.1, 0.4, 9.0, 0.3, 9.0, 0.2, 0.25, 0.25, 0.25, 0.25];
+        let waiting = |d| -> Vec<usize> {
+            defer(&ids, &weights, 4, d).iter().enumerate().filter(|(_, w)| **w).map(|(i, _)| i).collect()
+        };
+        assert!(defer(&ids, &weights, 4, 0).is_empty());
+        assert_eq!(waiting(1), [2, 11]); // the second token has two experts: both are among the three that stay
+        assert_eq!(waiting(3), [0, 2, 3, 7, 9, 10, 11]);
+        assert_eq!(waiting(4), [0, 1, 2, 3, 5, 7, 8, 9, 10, 11]);
+        assert_eq!(waiting(9), waiting(4));
+        // A token's choice is the same alone.
+        assert_eq!(defer(&ids[4..8], &weights[4..8], 4, 3), defer(&ids, &weights, 4, 3)[4..8]);
+        assert!(defer(&[], &[], 0, 1).is_empty());
+    }
 
     /// Deterministic random numbers for the property test.
     fn random(seed: &mut u64) -> usize {

@@ -71,6 +71,37 @@ impl AddAssign for Usage {
     }
 }
 
+/// What the banks of one backend did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct BankUsage {
+    /// Pairs of a token and an expert.
+    pub rows: u64,
+    /// Bytes of weights, as in [`Usage`].
+    pub weight_bytes: u64,
+    /// What the calling thread spent on it: its own work where the bank is the host's, waiting where it is a device's. Of banks that work at
+    /// the same time, the later ones in the list were waited for the less.
+    pub waited: Duration,
+}
+
+impl BankUsage {
+    fn to_json(self, backend: &str) -> Value {
+        json!({
+            "backend": backend,
+            "rows": self.rows,
+            "weight_bytes": self.weight_bytes,
+            "waited_s": self.waited.as_secs_f64(),
+        })
+    }
+}
+
+impl AddAssign for BankUsage {
+    fn add_assign(&mut self, other: BankUsage) {
+        self.rows += other.rows;
+        self.weight_bytes += other.weight_bytes;
+        self.waited += other.waited;
+    }
+}
+
 impl AddAssign<Spent> for Usage {
     fn add_assign(&mut self, spent: Spent) {
         self.kernels += spent.kernels;
@@ -79,12 +110,14 @@ impl AddAssign<Spent> for Usage {
 }
 
 /// What the calls of one layer did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerStats {
     /// Index of the layer in the model.
     pub layer: usize,
     /// Its calls, since loading or the last reset.
     pub usage: Usage,
+    /// Backend and usage of each of the layer's banks, where its experts live in several; streamed layers are no bank's.
+    pub banks: Vec<(String, BankUsage)>,
 }
 
 /// What the calls of every layer did; its `Display` is a table.
@@ -111,11 +144,24 @@ impl Stats {
             .map(|l| {
                 let mut json = l.usage.to_json();
                 json["layer"] = l.layer.into();
+                json["banks"] = l.banks.iter().map(|(backend, bank)| bank.to_json(backend)).collect();
                 json
             })
             .collect();
         json!({ "layers": layers, "total": self.total().to_json() })
     }
+}
+
+/// What the banks of each backend did together.
+fn backends(layers: &[LayerStats]) -> Vec<(&str, BankUsage)> {
+    let mut all: Vec<(&str, BankUsage)> = Vec::new();
+    for (backend, bank) in layers.iter().flat_map(|l| &l.banks) {
+        match all.iter_mut().find(|b| b.0 == backend) {
+            Some(b) => b.1 += *bank,
+            None => all.push((backend, *bank)),
+        }
+    }
+    all
 }
 
 fn sum(layers: &[LayerStats]) -> Usage {
@@ -153,7 +199,13 @@ impl fmt::Display for Stats {
             let label = if first == last { first.to_string() } else { format!("{first}-{last}") };
             writeln!(f, "{}", line(&label, &sum(layers)))?;
         }
-        write!(f, "{}", line("all", &self.total()))
+        write!(f, "{}", line("all", &self.total()))?;
+        let banks = backends(&self.layers);
+        for (backend, bank) in banks.iter().filter(|_| banks.len() > 1) {
+            let (waited, read) = (bank.waited.as_secs_f64(), human_bytes(bank.weight_bytes));
+            write!(f, "\non {backend}: {} rows, {read} of weights, waited for {waited:.3} s", bank.rows)?;
+        }
+        Ok(())
     }
 }
 
@@ -172,7 +224,7 @@ mod tests {
             waiting: micros(20),
             weight_bytes: 4_000_000,
         };
-        LayerStats { layer, usage }
+        LayerStats { layer, usage, banks: vec![("one".into(), BankUsage::default())] }
     }
 
     #[test]
@@ -201,5 +253,10 @@ mod tests {
         assert!(folded.contains("\n61 ") && folded.contains("75.0 %") && folded.contains(" 40.00"), "{folded}");
         let widths: Vec<usize> = folded.lines().map(str::len).collect();
         assert!(widths.iter().all(|&w| w == widths[0]), "{folded}");
+        let banks =
+            vec![("one".into(), BankUsage::default()), ("two".into(), BankUsage { rows: 5, ..BankUsage::default() })];
+        let two = LayerStats { banks, ..layer(1) };
+        let text = Stats { layers: vec![two.clone(), two] }.to_string();
+        assert!(text.contains("\non one: 0 rows") && text.contains("\non two: 10 rows"), "{text}");
     }
 }

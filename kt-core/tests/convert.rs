@@ -7,8 +7,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use common::gguf::Gguf;
 use common::{Dir, refused};
 use kt_core::convert::{Container, Conversion, Options, verify};
+use kt_core::importance::{Importance, Recorder};
 use kt_core::quantize::{encode, recode, relative_error};
 use kt_core::source::Stored;
 use kt_core::{Error, Format, Group, LayerSpec, Matrix, Metadata, Progress, Proj, Result, Routing, WeightSource, open};
@@ -394,6 +396,15 @@ fn damaged_files_are_found() {
         refused(verify(output, &Progress::default()), &[name, "cannot be read"]);
     }
     refused(verify(&Path::new(REFERENCE).join("qwen3_moe/bf16"), &Progress::default()), &["no checksums"]);
+    // The checksum is in the GGUF file, too, and counts as well.
+    convert(&source, &dir.0.join("alone.gguf"), options(&file, Format::Q8_0));
+    let alone = dir.0.join("alone.gguf");
+    std::fs::remove_file(dir.0.join("alone.gguf.json")).unwrap();
+    verify(&alone, &Progress::default()).unwrap();
+    let mut bad = std::fs::read(&alone).unwrap();
+    *bad.last_mut().unwrap() ^= 1;
+    std::fs::write(&alone, &bad).unwrap();
+    refused(verify(&alone, &Progress::default()), &["alone.gguf", "checksum"]);
 }
 
 #[test]
@@ -466,4 +477,174 @@ fn reports_tell_the_errors() {
         serde_json::from_slice(&std::fs::read(output.join("kt-convert.json")).unwrap()).unwrap();
     assert_eq!(json["worst"].as_array().unwrap().len(), 10);
     assert_eq!(json["worst"][0]["name"], report.worst(1)[0].name);
+}
+
+/// What GGUF metadata say of a conversion is its report's summary; another conversion has its own.
+#[test]
+fn gguf_files_hold_their_summary() {
+    let dir = Dir::new("convert-summary");
+    let (source, first, second) = (reference("qwen3_moe/bf16"), dir.0.join("a.gguf"), dir.0.join("b.gguf"));
+    for (from, to, format) in [(None, &first, Format::Q8_0), (Some(&first), &second, Format::Q4_0)] {
+        let from = from.map_or(source.clone(), |path| open(path).unwrap());
+        let written = convert(&from, to, options(to, format));
+        let Metadata::Gguf(map) = written.metadata() else { panic!("no metadata") };
+        let inside: serde_json::Value = serde_json::from_str(map["kt.convert"].as_str().unwrap()).unwrap();
+        let beside = std::fs::read(to.with_extension("gguf.json")).unwrap();
+        let beside: serde_json::Value = serde_json::from_slice(&beside).unwrap();
+        for key in ["version", "files"] {
+            assert_eq!(inside[key], beside[key]);
+        }
+        let error = |json: &serde_json::Value| json["error"]["experts_rms"].as_f64().unwrap();
+        assert!(error(&inside) > 0.0 && (error(&inside) / error(&beside) - 1.0).abs() < 1e-9);
+    }
+}
+
+/// Inputs of layer `layer` for `tokens` tokens, some columns much larger than others, and two experts for each.
+fn batch(spec: &LayerSpec, tokens: usize) -> (Vec<f32>, Vec<i32>) {
+    let mut random = kt_core::testing::Random(3 + spec.index as u64);
+    let sizes: Vec<f32> = (0..spec.hidden).map(|_| random.normal().powi(4)).collect();
+    let x = (0..tokens * spec.hidden).map(|i| random.normal() * sizes[i % spec.hidden]).collect();
+    let pair = |t: usize| [t % 3, 3 + t % 2].map(|e| e as i32);
+    (x, (0..tokens).flat_map(pair).collect())
+}
+
+/// Statistics of two batches of each layer, saved.
+fn recorded(source: &Arc<dyn WeightSource>, file: &Path) {
+    let recorder = Recorder::new(source.clone());
+    for spec in source.layers() {
+        let (x, ids) = batch(spec, 20);
+        let half = 11 * spec.hidden;
+        recorder.record(spec.index, &x[..half], &ids[..22]).unwrap();
+        recorder.record(spec.index, &x[half..], &ids[22..]).unwrap();
+    }
+    recorder.save(file).unwrap();
+}
+
+#[test]
+fn recorded_importance_is_that_of_the_inputs() {
+    let dir = Dir::new("importance-recorded");
+    let (source, file) = (reference("qwen3_moe/bf16"), dir.0.join("seen"));
+    recorded(&source, &file);
+    let importance = Importance::open(&file).unwrap();
+    for spec in source.layers() {
+        let (x, ids) = batch(spec, 20);
+        for expert in 0..spec.experts {
+            let rows: Vec<&[f32]> = x
+                .chunks_exact(spec.hidden)
+                .zip(ids.chunks_exact(2))
+                .filter(|(_, ids)| ids.contains(&(expert as i32)))
+                .map(|(row, _)| row)
+                .collect();
+            let of = |proj| importance.of(spec.index, expert, proj);
+            assert_eq!(rows.is_empty(), of(Proj::Up).is_none(), "expert {expert}");
+            assert_eq!(of(Proj::Gate), of(Proj::Up));
+            let (Some(input), Some(intermediate)) = (of(Proj::Up), of(Proj::Down)) else { continue };
+            let [gate, up] = [Proj::Gate, Proj::Up].map(|p| source.matrix(spec.index, expert, p).unwrap().decode());
+            let close = |got: f32, due: f64| (got as f64 - due).abs() <= 1e-4 * due + 1e-12;
+            for k in 0..spec.hidden {
+                let due = rows.iter().map(|r| (r[k] as f64).powi(2)).sum::<f64>() / rows.len() as f64;
+                assert!(close(input[k], due), "input {k}: {} in place of {due}", input[k]);
+            }
+            for i in 0..spec.intermediate {
+                let dot = |m: &[f32], row: &[f32]| -> f64 {
+                    m[i * spec.hidden..][..spec.hidden].iter().zip(row).map(|(w, x)| *w as f64 * *x as f64).sum()
+                };
+                let active = |row: &&[f32]| {
+                    let g = dot(&gate, row);
+                    g / (1.0 + (-g).exp()) * dot(&up, row)
+                };
+                let due = rows.iter().map(|r| active(r).powi(2)).sum::<f64>() / rows.len() as f64;
+                assert!(close(intermediate[i], due), "intermediate {i}: {} in place of {due}", intermediate[i]);
+            }
+        }
+    }
+    let recorder = Recorder::new(source.clone());
+    refused(recorder.save(&file), &["no expert was used"]);
+    refused(recorder.record(0, &[0.0; 7], &[1]), &["layer 0", "7 inputs"]);
+    refused(recorder.record(77, &[0.0; 256], &[1]), &["layer 77"]);
+}
+
+#[test]
+fn importance_weighs_the_error_of_conversions() {
+    let dir = Dir::new("importance-weighs");
+    let (source, file) = (reference("qwen3_moe/bf16"), dir.0.join("seen"));
+    recorded(&source, &file);
+    let importance = Arc::new(Importance::open(&file).unwrap());
+    for (name, format) in [("int4", Format::Int4(Group::Of(32))), ("q4_k.gguf", Format::Q4K)] {
+        let (plain, weighted) = (dir.0.join(format!("plain-{name}")), dir.0.join(format!("weighted-{name}")));
+        let with = Options { importance: Some(importance.clone()), ..options(&weighted, format) };
+        let conversion = Conversion::plan(source.clone(), &weighted, with.clone()).unwrap();
+        assert!(conversion.notes().iter().any(|n| n.starts_with("6 of 16 experts have no importance")));
+        let (plain, weighted) = (convert(&source, &plain, options(&plain, format)), convert(&source, &weighted, with));
+        for spec in source.layers() {
+            for (expert, proj) in (0..spec.experts).flat_map(|e| Proj::ALL.map(|p| (e, p))) {
+                let [before, plain, weighted] =
+                    [&source, &plain, &weighted].map(|s| s.matrix(spec.index, expert, proj).unwrap().decode());
+                let Some(counts) = importance.of(spec.index, expert, proj) else {
+                    assert_eq!(plain, weighted, "an expert that was not seen");
+                    continue;
+                };
+                let error = |after: &[f32]| -> f64 {
+                    let all = before.iter().zip(after).enumerate();
+                    all.map(|(i, (b, a))| counts[i % counts.len()] as f64 * (*b as f64 - *a as f64).powi(2)).sum()
+                };
+                let (plain, weighted) = (error(&plain), error(&weighted));
+                assert!(weighted < 0.97 * plain, "{format}, expert {expert}, {proj:?}: {weighted} against {plain}");
+            }
+        }
+    }
+    // Half of a conversion is not finished with other statistics.
+    let output = dir.0.join("half");
+    let with = Options { importance: Some(importance), ..options(&output, Format::Mxfp4) };
+    let progress = Progress::default();
+    progress.cancel();
+    let half = Conversion::plan(source.clone(), &output, with).unwrap();
+    assert!(half.write(&progress).is_err());
+    let other = Conversion::plan(source.clone(), &output, options(&output, Format::Mxfp4)).unwrap();
+    refused(other.write(&Progress::default()).map(|_| ()), &["other options"]);
+}
+
+#[test]
+fn importance_of_other_models_and_other_files_is_refused() {
+    let dir = Dir::new("importance-refused");
+    let (source, file) = (reference("qwen3_moe/bf16"), dir.0.join("seen"));
+    recorded(&source, &file);
+    let importance = Arc::new(Importance::open(&file).unwrap());
+    let plan = |path: &str| {
+        let output = dir.0.join("out");
+        let with = Options { importance: Some(importance.clone()), ..options(&output, Format::Mxfp4) };
+        Conversion::plan(reference(path), &output, with).map(|_| ())
+    };
+    refused(plan("deepseek_v3/bf16"), &["layer 0, expert 0", "another model"]);
+    let other = Arc::new(
+        kt_core::source::synthetic::SyntheticSource::builder().hidden(128).intermediate(64).experts(8).build().unwrap(),
+    );
+    refused(importance.check(other.layers()), &["layer 0, expert 0", "input has 256 numbers", "128 columns"]);
+    refused(Importance::open(dir.write("text", "nothing of that kind")), &["not a file of importance"]);
+    let model = Path::new(REFERENCE).join("qwen3_moe/bf16");
+    let mut weights = std::fs::read_dir(model).unwrap().map(|e| e.unwrap().path());
+    let weights = weights.find(|p| p.extension().is_some_and(|e| e == "safetensors")).unwrap();
+    refused(Importance::open(weights), &["not a file of importance"]);
+    refused(Importance::open(Path::new(REFERENCE).join(SOURCES[3])), &["no statistics of experts"]);
+}
+
+/// A file of llama.cpp's `llama-imatrix`: sums of squares, and what they are divided by.
+#[test]
+fn importance_of_llama_cpp_is_read() {
+    let dir = Dir::new("importance-imatrix");
+    let mut g = Gguf::of("imatrix");
+    let put = |g: &mut Gguf, name: &str, shape: [u64; 2], numbers: &[f32]| {
+        g.put(name, &shape, 0, &numbers.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>());
+    };
+    put(&mut g, "blk.0.ffn_up_exps.weight.in_sum2", [3, 2], &[2.0, 4.0, 6.0, 1.0, 1.0, 1.0]);
+    put(&mut g, "blk.0.ffn_up_exps.weight.counts", [1, 2], &[2.0, 0.0]);
+    put(&mut g, "blk.0.ffn_down_exps.weight.in_sum2", [2, 2], &[8.0, 4.0, 1.0, 1.0]);
+    put(&mut g, "blk.0.ffn_down_exps.weight.counts", [1, 2], &[4.0, 0.0]);
+    put(&mut g, "blk.0.attn_q.weight.in_sum2", [3, 1], &[1.0; 3]);
+    let importance = Importance::open(dir.write("imatrix.gguf", g.bytes())).unwrap();
+    assert_eq!(importance.of(0, 0, Proj::Gate), Some(&[1.0, 2.0, 3.0][..]));
+    assert_eq!(importance.of(0, 0, Proj::Down), Some(&[2.0, 1.0][..]));
+    assert_eq!(importance.of(0, 1, Proj::Up), None);
+    g.tensors.retain(|t| t.0 != "blk.0.ffn_down_exps.weight.counts");
+    refused(Importance::open(dir.write("imatrix.gguf", g.bytes())), &["blk.0.ffn_down_exps.weight.counts", "missing"]);
 }

@@ -3,13 +3,14 @@
 mod common;
 
 use half::bf16;
+use kt_core::convert::Container;
 use kt_core::source::converted::{ConvertedSource, Int8Layout};
 use kt_core::source::names::Names;
 use kt_core::testing::Random;
 use kt_core::{Format, Group, Proj, WeightSource};
 use serde_json::{Value, json};
 
-use common::{Dir, EXPERTS, Tensor, refused, safetensors, tensor, without};
+use common::{Dir, EXPERTS, Tensor, converts_experts, refused, safetensors, tensor, without};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Method {
@@ -213,6 +214,8 @@ fn merged_files_and_trees_are_read_whole_again() {
         write_merged(&dir, &config_for(case), &merged(&slices));
         let source = kt_core::open(&dir.0).unwrap();
         check(&*source, case, &slices);
+        let formats = [Some(Format::Bf16), Some(Format::Int8(Group::Row)), Some(Format::Int4(Group::Of(16)))];
+        converts_experts(&source, Container::Safetensors, &formats);
         assert_eq!(source.tensors(), ["blk.1.ffn_gate_inp.weight"]);
         assert_eq!(source.dense_bytes(), EXPERTS as u64 * 4);
         assert_eq!(source.tensor_name(1, 1, Proj::Up).1, "blk.1.ffn_up_exps.1.numa.0.weight");
@@ -224,6 +227,7 @@ fn merged_files_and_trees_are_read_whole_again() {
         write_tree(&dir, &config_for(case), &slices);
         let source = kt_core::open(&dir.0).unwrap();
         check(&*source, case, &slices);
+        converts_experts(&source, Container::Safetensors, &formats);
         assert!(source.tensors().is_empty());
         refused(source.tensor("blk.1.ffn_gate_inp.weight"), &["ffn_gate_inp", "original model"]);
         assert_eq!(source.side_file("tokenizer.json").unwrap(), None);

@@ -3,8 +3,9 @@
 mod common;
 
 use common::gguf::{Gguf, type_id};
-use common::{Dir, refused};
+use common::{Dir, converts_experts, refused};
 use kt_core::activation::Activation;
+use kt_core::convert::Container;
 use kt_core::cpu::CpuBackend;
 use kt_core::cpu::portable::Portable;
 use kt_core::source::names::Names;
@@ -115,6 +116,7 @@ impl Model {
     fn check(self, rule: Rule, scale: f32, activation: Activation) -> std::sync::Arc<dyn WeightSource> {
         let dir = Dir::new(&format!("{}-{}", self.architecture, self.file.tensors.len()));
         let source = kt_core::open(dir.write("model.gguf", self.file.bytes())).unwrap();
+        converts_experts(&source, Container::Gguf, &[None, Some(Format::Q8_0), Some(Format::Q4K)]);
         let indices: Vec<usize> = source.layers().iter().map(|l| l.index).collect();
         assert_eq!(indices, self.experts.iter().map(|e| e.0).collect::<Vec<_>>());
         assert_eq!(source.metadata().family(), Some(self.architecture));

@@ -319,6 +319,7 @@ fn context() -> LoadContext {
         progress: Arc::<Progress>::default(),
         huge_pages: Default::default(),
         cache: None,
+        replaceable: false,
     }
 }
 

@@ -3,6 +3,7 @@
 mod common;
 
 use half::f16;
+use kt_core::convert::Container;
 use kt_core::cpu::CpuBackend;
 use kt_core::cpu::portable::Portable;
 use kt_core::source::safetensors::SafetensorsSource;
@@ -360,6 +361,10 @@ fn a_layer_of_gptq_or_awq_runs_on_the_portable_kernel() {
         dir.write("config.json", config.to_string());
         dir.write("model.safetensors", safetensors(&tensors));
         let source = kt_core::open(&dir.0).unwrap();
+        let formats = [Some(Format::Bf16), Some(Format::Int4(Group::Of(32))), Some(Format::Mxfp4), None];
+        // GPTQ's zero points are one more than their codes: 16 has none in compressed-tensors.
+        let kept = usize::from(config["quantization_config"]["quant_method"] == "awq");
+        converts_experts(&source, Container::Safetensors, &formats[..3 + kept]);
         let registry = |_| vec![Candidate::new("portable", Ok(CpuBackend::new("portable", Portable)))];
         let runtime = RuntimeBuilder::new(registry).threads(2).build().unwrap();
         let experts = runtime.load(&*source).unwrap();

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
 use kt::cpu::cache::CacheReport;
+use kt::importance::Recorder;
+use kt::placement::PlacementOptions;
 use kt::plan::{Change, Extra, Kind as MemoryKind, Verdict};
 use kt::{Batch, Experts, LayerExperts, Linear, LoadOptions, Matrix, Plan, Progress, Routing, Runtime, WeightSource};
 
@@ -29,6 +31,8 @@ pub struct Model {
     norm: Tensor,
     head: Linear,
     rotary: Rotary,
+    defer: usize,
+    importance: Option<Recorder>,
 }
 
 struct Layer {
@@ -148,11 +152,12 @@ impl Model {
         config: &ModelConfig,
         positions: usize,
         rows: Rows,
+        placement: &PlacementOptions,
     ) -> Result<Plan> {
         let dense = Dense::new(config, source, runtime);
         let bytes = dense.bytes()?;
         let extra = |positions| host_memory(&dense, bytes, positions, rows);
-        let mut plan = runtime.plan_with(source, &load_options(extra(positions)?, positions))?;
+        let mut plan = runtime.plan_with(source, &load_options(extra(positions)?, positions, placement))?;
         if plan.verdict() != Verdict::Fits {
             // The longest context that fits better: all memory of the host grows with it.
             let (mut better, mut from) = (0, positions);
@@ -175,13 +180,14 @@ impl Model {
     /// [`kt::Error::Memory`] before anything is loaded, when it would not fit; otherwise as [`Model::plan`].
     pub fn load(
         runtime: &Runtime,
-        source: &dyn WeightSource,
+        source: &Arc<dyn WeightSource>,
         config: &ModelConfig,
-        positions: usize,
-        rows: Rows,
+        (positions, rows): (usize, Rows),
+        placement: &PlacementOptions,
         progress: Arc<Progress>,
     ) -> Result<Self> {
-        let plan = Self::plan(runtime, source, config, positions, rows)?;
+        let (shared, source) = (source, &**source);
+        let plan = Self::plan(runtime, source, config, positions, rows, placement)?;
         if plan.verdict() == Verdict::Refuse {
             bail!(kt::Error::Memory(Box::new(plan)));
         }
@@ -198,8 +204,9 @@ impl Model {
                 );
             }
         }
-        let options = LoadOptions { progress, ..load_options(plan.extra, positions) };
-        let experts = runtime.load_with(source, options)?;
+        let host = host_memory(&dense, dense.bytes()?, positions, rows)?;
+        let options = LoadOptions { progress, ..load_options(host, positions, placement) };
+        let experts = runtime.load_shared(shared, options)?;
         let layers = (0..config.layers)
             .map(|index| {
                 let mut weights = dense.layer(index)?;
@@ -230,10 +237,17 @@ impl Model {
             norm: dense.last_norm()?,
             head,
             rotary: Rotary::new(&config.rope),
+            importance: None,
             embedding,
             path: source.path().to_owned(),
             config: config.clone(),
+            defer: 0,
         })
+    }
+
+    /// Has the `experts` experts of least weight of each token added one layer later ([`Batch::defer`]).
+    pub fn defer(&mut self, experts: usize) {
+        self.defer = experts;
     }
 
     /// What the packed cache did for this load, where the runtime has one.
@@ -249,6 +263,16 @@ impl Model {
     /// Its routed experts, for what they tell of their work.
     pub fn experts(&self) -> &Experts {
         &self.experts
+    }
+
+    /// Collects from now on what experts are given.
+    pub fn record_importance(&mut self, recorder: Recorder) {
+        self.importance = Some(recorder);
+    }
+
+    /// What was collected, if it was asked for.
+    pub fn importance(&self) -> Option<&Recorder> {
+        self.importance.as_ref()
     }
 
     /// Entries of the vocabulary: columns of the logits.
@@ -300,26 +324,35 @@ impl Model {
         let mut x = Tensor::from_vec(rows, (ids.len(), hidden), &Device::Cpu)?;
         let angles = self.rotary.angles(past, ids.len())?;
         let epsilon = self.config.norm_epsilon;
-        for (layer, cache) in self.layers.iter().zip(&mut cache.layers) {
+        let mut batch = Batch::new(0, Vec::<f32>::new(), Vec::new(), Vec::new())?;
+        batch.defer(self.defer);
+        for (index, (layer, cache)) in self.layers.iter().zip(&mut cache.layers).enumerate() {
             let normed = norm(&x, &layer.attention_norm, epsilon)?;
             x = (x + layer.attention.forward(&normed, &angles, cache, past)?)?;
             let normed = norm(&x, &layer.ffn_norm, epsilon)?;
-            x = (x + layer.ffn.forward(&normed)?)?;
+            let importance = self.importance.as_ref().map(|recorder| (recorder, index));
+            x = (x + layer.ffn.forward(&normed, &mut batch, importance)?)?;
         }
         Ok(x)
     }
 }
 
 impl FeedForward {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    /// `batch` goes along from layer to layer, with its buffers and with what a layer left for the next. `importance` is told what experts of a
+    /// layer of this index are given.
+    fn forward(&self, x: &Tensor, batch: &mut Batch, importance: Option<(&Recorder, usize)>) -> Result<Tensor> {
         match self {
             FeedForward::Dense(mlp) => mlp.forward(x),
             FeedForward::Experts { router, experts, shared } => {
                 let (ids, weights) = router.route(x)?;
                 let (tokens, hidden) = x.dims2()?;
-                let mut batch = Batch::new(tokens, numbers(x)?, ids, weights)?;
-                experts.forward(&mut batch)?;
-                let routed = Tensor::from_vec(batch.into_output(), (tokens, hidden), &Device::Cpu)?;
+                let input = numbers(x)?;
+                if let Some((recorder, index)) = importance {
+                    recorder.record(index, &input, &ids)?;
+                }
+                batch.set(tokens, input, ids, weights)?;
+                experts.forward(batch)?;
+                let routed = Tensor::from_slice(batch.output(), (tokens, hidden), &Device::Cpu)?;
                 match shared {
                     None => Ok(routed),
                     Some(mlp) => Ok((routed + mlp.forward(x)?)?),
@@ -368,8 +401,9 @@ impl Router {
 }
 
 /// What the runtime is told of a host that takes `extra` and runs over `positions`.
-fn load_options(extra: Vec<Extra>, positions: usize) -> LoadOptions {
-    LoadOptions { extra, batch_tokens: Some(positions.min(PASS_TOKENS)), ..LoadOptions::default() }
+fn load_options(extra: Vec<Extra>, positions: usize, placement: &PlacementOptions) -> LoadOptions {
+    let batch_tokens = Some(positions.min(PASS_TOKENS));
+    LoadOptions { extra, batch_tokens, placement: placement.clone(), ..LoadOptions::default() }
 }
 
 /// Memory of the host besides experts, by what it is for; `weights` are those of `dense`.

@@ -33,9 +33,10 @@ pub fn runtime(backend: Option<&str>) -> kt::Runtime {
 }
 
 /// Loads a model for up to `positions` tokens.
-pub fn load(source: &dyn WeightSource, backend: Option<&str>, positions: usize) -> Model {
-    let config = ModelConfig::read(source).unwrap();
-    Model::load(&runtime(backend), source, &config, positions, Rows::All, Arc::default()).unwrap()
+pub fn load(source: &Arc<dyn WeightSource>, backend: Option<&str>, positions: usize) -> Model {
+    let config = ModelConfig::read(&**source).unwrap();
+    Model::load(&runtime(backend), source, &config, (positions, Rows::All), &Default::default(), Arc::default())
+        .unwrap()
 }
 
 /// All logits of a sequence, `[ids, vocabulary]`.

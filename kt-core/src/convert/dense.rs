@@ -1,6 +1,7 @@
 //! Names of tensors that are not routed experts, in Hugging Face directories and in GGUF files.
 
 use crate::source::names::Family;
+use crate::source::parts::{self, Part};
 
 /// What a tensor is for, which decides how it may be rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,47 +14,34 @@ pub enum Role {
     Other,
 }
 
-/// Of every layer: after `model.layers.{i}.` and after `blk.{i}.`.
-const LAYER: [(&str, &str); 19] = [
-    ("input_layernorm.weight", "attn_norm.weight"),
-    ("post_attention_layernorm.weight", "ffn_norm.weight"),
-    ("self_attn.q_proj.weight", "attn_q.weight"),
-    ("self_attn.k_proj.weight", "attn_k.weight"),
-    ("self_attn.v_proj.weight", "attn_v.weight"),
-    ("self_attn.q_proj.bias", "attn_q.bias"),
-    ("self_attn.k_proj.bias", "attn_k.bias"),
-    ("self_attn.v_proj.bias", "attn_v.bias"),
-    ("self_attn.o_proj.weight", "attn_output.weight"),
-    ("self_attn.q_norm.weight", "attn_q_norm.weight"),
-    ("self_attn.k_norm.weight", "attn_k_norm.weight"),
-    ("self_attn.q_a_proj.weight", "attn_q_a.weight"),
-    ("self_attn.q_a_layernorm.weight", "attn_q_a_norm.weight"),
-    ("self_attn.q_b_proj.weight", "attn_q_b.weight"),
-    ("self_attn.kv_a_proj_with_mqa.weight", "attn_kv_a_mqa.weight"),
-    ("self_attn.kv_a_layernorm.weight", "attn_kv_a_norm.weight"),
-    ("mlp.gate_proj.weight", "ffn_gate.weight"),
-    ("mlp.up_proj.weight", "ffn_up.weight"),
-    ("mlp.down_proj.weight", "ffn_down.weight"),
+/// Of every layer.
+const LAYER: [Part; 13] = [
+    parts::ATTENTION_NORM,
+    parts::FFN_NORM,
+    parts::Q,
+    parts::K,
+    parts::V,
+    parts::O,
+    parts::Q_NORM,
+    parts::K_NORM,
+    parts::Q_A,
+    parts::Q_A_NORM,
+    parts::Q_B,
+    parts::KV_A,
+    parts::KV_A_NORM,
 ];
 
 /// Of the whole model.
-const MODEL: [(&str, &str); 3] = [
-    ("model.embed_tokens.weight", "token_embd.weight"),
-    ("model.norm.weight", "output_norm.weight"),
-    ("lm_head.weight", "output.weight"),
-];
-
-/// Keys and values out of their narrow row: one matrix there, in GGUF often cut in two.
-pub const KV_B: (&str, &str) = ("self_attn.kv_b_proj.weight", "attn_kv_b.weight");
-pub const K_B: &str = "attn_k_b.weight";
-pub const V_B: &str = "attn_v_b.weight";
+const MODEL: [Part; 3] = [parts::EMBEDDING, parts::LAST_NORM, parts::HEAD];
 
 /// What GGUF calls projections of experts.
 pub const GGUF_PROJ: [&str; 3] = ["gate", "up", "down"];
 
 /// All pairs of names of a family's layers, where the family's own names come in.
 fn pairs(family: &Family) -> Vec<(String, String)> {
-    let mut all: Vec<_> = LAYER.iter().chain([&KV_B]).map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect();
+    let more = parts::QKV_BIASES.iter().chain(&parts::DENSE).chain([&parts::KV_B]);
+    let named = |p: &Part| (p.huggingface.to_owned(), p.gguf.to_owned());
+    let mut all: Vec<_> = LAYER.iter().chain(more).map(named).collect();
     all.push((format!("{}.weight", family.router), "ffn_gate_inp.weight".into()));
     // Rows without a correction bias may be of the same architecture as rows with one.
     let bias = family.correction_bias.unwrap_or("mlp.gate.e_score_correction_bias");
@@ -83,8 +71,8 @@ impl Spelling {
 
     /// The directory's name as a GGUF file has it.
     pub fn to_gguf(&self, name: &str) -> Option<String> {
-        if let Some((_, gguf)) = MODEL.iter().find(|(n, _)| *n == name) {
-            return Some((*gguf).to_owned());
+        if let Some(part) = MODEL.iter().find(|p| p.huggingface == name) {
+            return Some(part.gguf.to_owned());
         }
         let (layer, rest) = name.strip_prefix(&self.prefix)?.split_once('.')?;
         let (_, gguf) = self.layer.iter().find(|(n, _)| n == rest)?;
@@ -93,8 +81,8 @@ impl Spelling {
 
     /// A GGUF file's name as the directory has it.
     pub fn to_directory(&self, name: &str) -> Option<String> {
-        if let Some((n, _)) = MODEL.iter().find(|(_, gguf)| *gguf == name) {
-            return Some((*n).to_owned());
+        if let Some(part) = MODEL.iter().find(|p| p.gguf == name) {
+            return Some(part.huggingface.to_owned());
         }
         let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
         let (n, _) = self.layer.iter().find(|(_, gguf)| gguf == rest)?;

@@ -11,7 +11,8 @@ use super::layout::{self, Sides};
 use super::plan::{Item, What};
 use crate::error::{Error, Result};
 use crate::format::{Format, Matrix};
-use crate::quantize::{Errors, recode};
+use crate::importance::Importance;
+use crate::quantize::{Errors, difference, recode_weighted};
 use crate::source::WeightSource;
 
 /// Rows of an item that are made together: all of them, or some of a matrix too large for that.
@@ -73,8 +74,15 @@ impl Sums {
 /// Rows that may be cut off: what shares scales over rows, or words of zero points, stays together.
 pub const STEP: usize = 128;
 
+/// What all items are made from.
+pub struct From<'a> {
+    pub source: &'a dyn WeightSource,
+    pub importance: Option<&'a Importance>,
+}
+
 /// Makes rows of an item. The same bytes come out whichever rows are made together, on any number of threads.
-pub fn make(source: &dyn WeightSource, item: &Item, rows: Range<usize>) -> Result<Made> {
+pub fn make(from: &From<'_>, item: &Item, rows: Range<usize>) -> Result<Made> {
+    let source = from.source;
     if let What::Bytes(name) = &item.what {
         let stored = source.stored(name).filter(|s| s.bytes.len() as u64 == item.bytes);
         let stored = stored.ok_or_else(|| Error::tensor(source.path(), name, "is not what it was when this began"))?;
@@ -96,7 +104,11 @@ pub fn make(source: &dyn WeightSource, item: &Item, rows: Range<usize>) -> Resul
         true => whole,
         false => whole.select_rows(rows.start, 1, rows.len()).map_err(fail)?,
     };
-    let made = recode(&part, item.format).map_err(fail)?;
+    let importance = match item.what {
+        What::Expert(layer, expert, proj) => from.importance.and_then(|i| i.of(layer, expert, proj)),
+        _ => None,
+    };
+    let made = recode_weighted(&part, item.format, importance).map_err(fail)?;
     let sums = if part.format() == item.format { Sums::default() } else { compare(&part, &made) };
     let sides = match item.sides {
         true => Sides::of(&made, item.scales).map_err(fail)?,
@@ -182,7 +194,8 @@ fn compare(before: &Matrix, after: &Matrix) -> Sums {
                 for row in band * BAND..before.rows().min((band + 1) * BAND) {
                     before.decode_row(row, b);
                     after.decode_row(row, a);
-                    sums.add(&row_sums(b, a));
+                    let [abs, square, abs_diff, square_diff] = difference(b, a);
+                    sums.add(&Sums { values: b.len() as u64, abs, square, abs_diff, square_diff });
                 }
                 sums
             },
@@ -190,25 +203,5 @@ fn compare(before: &Matrix, after: &Matrix) -> Sums {
         .collect();
     let mut sums = Sums::default();
     bands.iter().for_each(|band| sums.add(band));
-    sums
-}
-
-/// Of a row, in lanes of F32 that are added up every 64 columns: enough digits for a ratio, and fast.
-fn row_sums(before: &[f32], after: &[f32]) -> Sums {
-    let mut sums = Sums { values: before.len() as u64, ..Sums::default() };
-    for (before, after) in before.chunks(64).zip(after.chunks(64)) {
-        let mut lanes = [[0f32; 8]; 4];
-        for (b, a) in before.chunks(8).zip(after.chunks(8)) {
-            for (i, (&b, &a)) in b.iter().zip(a).enumerate() {
-                let diff = a - b;
-                lanes[0][i] += b.abs();
-                lanes[1][i] += b * b;
-                lanes[2][i] += diff.abs();
-                lanes[3][i] += diff * diff;
-            }
-        }
-        let [abs, square, abs_diff, square_diff] = lanes.map(|l| l.iter().map(|&v| v as f64).sum::<f64>());
-        sums.add(&Sums { values: 0, abs, square, abs_diff, square_diff });
-    }
     sums
 }

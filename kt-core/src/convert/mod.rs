@@ -12,7 +12,9 @@
 //! | output | layout |
 //! | --- | --- |
 //! | directory | safetensors shards; integers, FP8 per channel and MXFP4 as compressed-tensors has them, FP8 blocks alone as DeepSeek |
-//! | `.gguf` file | llama.cpp's names; experts of a layer stacked |
+//! | `.gguf` file | llama.cpp's names; experts of a layer stacked; the report's summary in the metadata, as `kt.convert` |
+//!
+//! What all this costs in accuracy and in time is in `kt-core/CONVERSION.md`.
 
 mod config;
 mod dense;
@@ -34,17 +36,22 @@ use sha2::{Digest, Sha256};
 use crate::backend::Progress;
 use crate::error::{Error, Result};
 use crate::format::Format;
+use crate::importance::Importance;
 use crate::plan::human_bytes;
 use crate::quantize::Errors;
 use crate::source::WeightSource;
-use encode::Sums;
+use encode::{From, Sums};
 use plan::{Output, What};
 use write::{Journal, Written};
 
 pub use verify::{Verified, verify};
+pub(crate) use write::{hex, write_whole};
 
 /// The index of a directory's shards.
 const INDEX: &str = "model.safetensors.index.json";
+/// Key of a report's summary in GGUF metadata, and the bytes that are kept for it, filled up with spaces.
+const SUMMARY: &str = "kt.convert";
+const SUMMARY_BYTES: usize = 2048;
 /// The report of a conversion in its directory.
 const REPORT: &str = "kt-convert.json";
 
@@ -87,6 +94,8 @@ pub struct Options {
     pub head: Option<Format>,
     /// Leaves out everything that is not a routed expert.
     pub experts_only: bool,
+    /// How much each input of the routed experts counts in their rounding; `None`: all alike.
+    pub importance: Option<Arc<Importance>>,
     /// Bytes of memory to work in. A tensor's pages in the system's file cache are not counted.
     pub memory: u64,
     /// Bytes that a shard of a directory has at most, if it has more than one tensor.
@@ -102,6 +111,7 @@ impl Options {
             dense: None,
             head: None,
             experts_only: false,
+            importance: None,
             memory: 2 << 30,
             shard_bytes: 5_000_000_000,
         }
@@ -133,11 +143,14 @@ impl Conversion {
             return Err(Error::Invalid(what));
         }
         let plan = plan::plan(&*source, name, &options)?;
-        let about = json!({
+        let mut about = json!({
             "kt": env!("CARGO_PKG_VERSION"),
             "source": source.path().display().to_string(),
             "identity": identity(&*source, &plan)?,
         });
+        if let Some(importance) = &options.importance {
+            about["importance"] = json!(importance.digest());
+        }
         Ok(Conversion { source, output: output.to_owned(), options, plan, about })
     }
 
@@ -211,7 +224,8 @@ impl Conversion {
         self.check_room(&partial)?;
         progress.start(self.bytes());
         let memory = self.options.memory;
-        let written = write::write(&*self.source, &self.plan.files, &partial, &mut journal, memory, progress)?;
+        let from = From { source: &*self.source, importance: self.options.importance.as_deref() };
+        let written = write::write(&from, &self.plan.files, &partial, &mut journal, memory, progress)?;
         let finished = Finished { report: self.report(&written), conversion: self, _journal: journal };
         if self.options.container == Container::Safetensors {
             for (name, content) in &self.plan.sides {
@@ -324,7 +338,7 @@ pub struct FileReport {
     pub name: String,
     /// Its length.
     pub bytes: u64,
-    /// Its checksum in hexadecimal digits, as `sha256sum` prints it.
+    /// Its checksum (SHA-256) in hexadecimal digits; of a GGUF file, with spaces in place of the summary in its metadata.
     pub sha256: String,
 }
 
@@ -408,6 +422,22 @@ impl Finished<'_> {
         write::write_whole(&self.conversion.partial().join(INDEX), &index)
     }
 
+    /// Puts the summary into the place that a GGUF file keeps for it. Its checksum is that of the file with spaces there.
+    fn write_summary(&self, evaluation: Option<&Value>) -> Result<()> {
+        let Some((start, file)) = self.conversion.plan.files.first().and_then(|f| Some((f.summary?, f))) else {
+            return Ok(());
+        };
+        let mut text = self.report.summary(evaluation).to_string();
+        if text.len() > SUMMARY_BYTES {
+            // Names without end: what verifies the file is enough.
+            text = json!({"files": self.report.summary(None)["files"]}).to_string();
+        }
+        if text.len() <= SUMMARY_BYTES {
+            write::overwrite(&self.conversion.partial().join(&file.name), start, text.as_bytes())?;
+        }
+        Ok(())
+    }
+
     /// Gives the output its name, its report beside (of GGUF: `OUT.gguf.json`) or in it (`kt-convert.json`). `evaluation` is what the
     /// caller measured with it.
     ///
@@ -427,6 +457,7 @@ impl Finished<'_> {
             }
             Container::Gguf => {
                 write::write_whole(&beside(output, ".json"), &report)?;
+                self.write_summary(evaluation)?;
                 std::fs::rename(self.path(), output).map_err(io)?;
             }
         }

@@ -18,6 +18,7 @@ use crate::source::gguf::Kind;
 use crate::source::metadata::Value as Meta;
 use crate::source::model::text;
 use crate::source::names::{self, ExpertNames, Family};
+use crate::source::parts;
 use crate::source::safetensors::linear::COMPANIONS;
 use crate::source::{Metadata, WeightSource};
 
@@ -82,6 +83,8 @@ pub struct File {
     pub padding: Vec<u64>,
     /// Names of its tensors.
     pub tensors: Vec<String>,
+    /// Where the header has spaces that a summary of the report takes the place of.
+    pub summary: Option<u64>,
 }
 
 impl File {
@@ -158,6 +161,13 @@ impl<'a> Planner<'a> {
         if extra.is_some_and(|n| n > 0) && !self.options.experts_only {
             self.notes.insert("layers of multi-token prediction are left out".into());
         }
+        if let Some(importance) = &self.options.importance {
+            let layers = self.source.layers();
+            let (missing, all) = (importance.check(layers)?, layers.iter().map(|l| l.experts).sum::<usize>());
+            if missing > 0 {
+                self.notes.insert(format!("{missing} of {all} experts have no importance and are rounded without it"));
+            }
+        }
         let dense = if self.options.experts_only { Vec::new() } else { self.dense()? };
         if dense.is_empty() && !self.options.experts_only {
             self.notes.insert("the source has routed experts only, and so has the output".into());
@@ -213,7 +223,11 @@ impl<'a> Planner<'a> {
                 _ => shape,
             };
             let role = dense::role(&from, self.family, &shape);
-            if crosses && (from.ends_with(dense::KV_B.0) || from.ends_with(dense::K_B) || from.ends_with(dense::V_B)) {
+            if crosses
+                && (from.ends_with(parts::KV_B.huggingface)
+                    || from.ends_with(parts::K_B.gguf)
+                    || from.ends_with(parts::V_B.gguf))
+            {
                 // Cut in two, or joined: see `cut_keys` and `join_keys`.
                 all.push(Dense { to: String::new(), from, matrix, shape, role });
                 continue;
@@ -451,8 +465,8 @@ impl<'a> Planner<'a> {
     /// The matrices that GGUF has cut in two, whole again.
     fn joined_keys(&self, dense: &[Dense], naming: Naming, layers: &mut Layers) -> Result<Vec<Group>> {
         let mut groups = Vec::new();
-        for keys in dense.iter().filter(|d| d.to.is_empty() && d.from.ends_with(dense::K_B)) {
-            let values = keys.from.replace(dense::K_B, dense::V_B);
+        for keys in dense.iter().filter(|d| d.to.is_empty() && d.from.ends_with(parts::K_B.gguf)) {
+            let values = keys.from.replace(parts::K_B.gguf, parts::V_B.gguf);
             let found = dense.iter().find(|d| d.from == values);
             let found = found.ok_or_else(|| self.fail(&values, "missing from the model: the keys' part is there"))?;
             let ([heads, narrow, nope], [_, value, _]) = (&keys.shape[..], &found.shape[..]) else {
@@ -463,7 +477,7 @@ impl<'a> Planner<'a> {
                 return Err(self.fail(&values, what));
             }
             let layer = keys.from.strip_prefix("blk.").and_then(|r| r.split('.').next()).unwrap_or_default();
-            let name = format!("{}{layer}.{}", self.prefix, dense::KV_B.0);
+            let name = format!("{}{layer}.{}", self.prefix, parts::KV_B.huggingface);
             let held = keys.matrix.as_ref().map_or(Format::Bf16, Matrix::format);
             let format = self.options.dense.unwrap_or(if is_plain(held) { held } else { Format::Bf16 });
             let (rows, cols) = (heads * (nope + value), *narrow);
@@ -592,7 +606,9 @@ impl<'a> Planner<'a> {
             layer.map_or(if name.starts_with("token") { 0 } else { usize::MAX }, |l: usize| l + 1)
         });
         let entries: Vec<&Entry> = groups.iter().flat_map(|g| &g.entries).collect();
-        let pairs = self.pairs(dense, commonest)?;
+        let mut pairs = self.pairs(dense, commonest)?;
+        pairs.text(super::SUMMARY, &" ".repeat(super::SUMMARY_BYTES));
+        let summary = Some(pairs.end() - super::SUMMARY_BYTES as u64);
         let header = layout::gguf_header(&pairs, &entries).map_err(|e| Error::file(self.source.path(), e))?;
         let tensors = entries.iter().map(|e| e.name.clone()).collect();
         let mut padding = Vec::new();
@@ -601,14 +617,14 @@ impl<'a> Planner<'a> {
             padding.push(g.bytes().next_multiple_of(ALIGNMENT) - g.bytes());
         }
         let items = groups.into_iter().flat_map(|g| g.items).collect();
-        let file = File { name: name.to_owned(), header, items, padding, tensors };
+        let file = File { name: name.to_owned(), header, items, padding, tensors, summary };
         Ok(Output { files: vec![file], sides: Vec::new(), notes: self.notes.iter().cloned().collect() })
     }
 
     fn dense_in_gguf(&mut self, d: &Dense) -> Result<Vec<Group>> {
         let Some(m) = &d.matrix else { return Ok(vec![self.copied(d)?]) };
         let from_gguf = matches!(self.source.metadata(), Metadata::Gguf(_));
-        if d.to.is_empty() && d.from.ends_with(dense::KV_B.0) {
+        if d.to.is_empty() && d.from.ends_with(parts::KV_B.huggingface) {
             return self.cut_keys(d, m);
         }
         // Between GGUF files nothing is asked of what is kept.
@@ -649,8 +665,8 @@ impl<'a> Planner<'a> {
         let from = d.from.clone();
         let mut groups = Vec::new();
         for (name, shape, what) in [
-            (dense::K_B, vec![heads, narrow, nope], What::Keys { from: from.clone(), nope, value }),
-            (dense::V_B, vec![heads, value, narrow], What::Values { from, nope, value }),
+            (parts::K_B.gguf, vec![heads, narrow, nope], What::Keys { from: from.clone(), nope, value }),
+            (parts::V_B.gguf, vec![heads, value, narrow], What::Values { from, nope, value }),
         ] {
             let name = format!("blk.{layer}.{name}");
             let format = self.fallback(held, shape[2], &name);
@@ -665,7 +681,7 @@ impl<'a> Planner<'a> {
         let config = match self.source.metadata() {
             Metadata::Gguf(map) => {
                 for (key, value) in map {
-                    if key.starts_with("split.") || key == "general.alignment" {
+                    if key.starts_with("split.") || ["general.alignment", super::SUMMARY].contains(&key.as_str()) {
                         continue;
                     }
                     match (key.as_str(), value.as_usize()) {
@@ -806,7 +822,7 @@ fn safetensors_files(groups: Vec<Group>, shard_bytes: u64) -> Vec<File> {
         let header = layout::safetensors_header(groups.iter().flat_map(|g| &g.entries));
         let tensors = groups.iter().flat_map(|g| &g.entries).map(|e| e.name.clone()).collect();
         let items: Vec<Item> = groups.into_iter().flat_map(|g| g.items).collect();
-        File { name, header, padding: vec![0; items.len()], items, tensors }
+        File { name, header, padding: vec![0; items.len()], items, tensors, summary: None }
     };
     shards.into_iter().enumerate().map(file).collect()
 }

@@ -60,6 +60,12 @@ impl Pairs {
         });
     }
 
+    /// Where the last pair ends in a file that they are written to.
+    pub fn end(&self) -> u64 {
+        // The magic number, the version, and the numbers of tensors and pairs are in front.
+        4 + 4 + 8 + 8 + self.bytes.len() as u64
+    }
+
     /// Adds all of others.
     pub fn append(&mut self, others: Pairs) {
         self.bytes.extend(others.bytes);

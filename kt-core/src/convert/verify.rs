@@ -1,13 +1,16 @@
 //! Whether a checkpoint's files are what was written.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
 use super::write::checksum;
-use super::{Container, INDEX, beside};
+use super::{Container, INDEX, SUMMARY, beside};
 use crate::backend::Progress;
 use crate::error::{Error, Result};
+use crate::source::gguf::header;
+use crate::source::map::Map;
 
 /// A checkpoint whose files are all what they were.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,7 +22,7 @@ pub struct Verified {
 }
 
 /// Compares the files of a checkpoint that [`Conversion`](super::Conversion) wrote with their checksums: in the index of a directory,
-/// in `FILE.gguf.json` of a GGUF file. Then opens it, which checks all headers.
+/// in `FILE.gguf.json` of a GGUF file or, where that is gone, in the file's metadata. Then opens it, which checks all headers.
 ///
 /// # Errors
 /// There are no checksums; or the names of all files that are missing or damaged, and how.
@@ -31,7 +34,10 @@ pub fn verify(path: &Path, progress: &Progress) -> Result<Verified> {
     let none = "there are no checksums of this checkpoint; those that kt converted have them";
     let text = match std::fs::read(&list) {
         Ok(text) => text,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Err(Error::file(list, none)),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => match summary(path) {
+            Some((_, text)) => text.into_bytes(),
+            None => return Err(Error::file(list, none)),
+        },
         Err(source) => return Err(Error::Io { path: list, source }),
     };
     let json: Value = serde_json::from_slice(&text).map_err(|e| Error::file(&list, format!("not valid JSON: {e}")))?;
@@ -54,7 +60,8 @@ pub fn verify(path: &Path, progress: &Progress) -> Result<Verified> {
             Err(e) => wrong.push(say(format!("cannot be read: {e}"))),
             Ok(m) if m.len() != *bytes => wrong.push(say(format!("has {} bytes in place of {bytes}", m.len()))),
             Ok(_) => {
-                let found = checksum(file, progress)?;
+                let blank = summary(file).map_or(0..0, |(place, _)| place);
+                let found = checksum(file, blank, progress)?;
                 if found != *sha256 {
                     wrong.push(say(format!("has checksum {found} in place of {sha256}")));
                 }
@@ -67,4 +74,14 @@ pub fn verify(path: &Path, progress: &Progress) -> Result<Verified> {
     }
     crate::source::open(path)?;
     Ok(Verified { files: all.len(), bytes: all.iter().map(|f| f.1).sum() })
+}
+
+/// The summary in a GGUF file's metadata, and where it is.
+fn summary(path: &Path) -> Option<(Range<u64>, String)> {
+    let map = Map::open(path).ok()?;
+    let header = header::parse(path, map.bytes(), 0).ok()?;
+    let place = header.values.get(SUMMARY)?;
+    // The text's type and length are in front of it.
+    let text = header.metadata.get(SUMMARY)?.as_str()?;
+    Some((place.end as u64 - text.len() as u64..place.end as u64, text.to_owned()))
 }

@@ -18,7 +18,7 @@ use rayon::prelude::*;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::encode::{self, Made, STEP, Sums};
+use super::encode::{self, From, Made, STEP, Sums};
 use super::layout::{self, Sides};
 use super::plan::{File, Item, What};
 use crate::backend::Progress;
@@ -116,6 +116,9 @@ pub fn journal_bytes(files: &[File]) -> u64 {
     files.iter().map(|f| f.items.len() as u64 * 160 + 256).sum()
 }
 
+/// Memory that making a batch takes at most: enough for all threads, and little enough that writing begins soon.
+const BATCH: u64 = 256 << 20;
+
 /// What was made of some rows, on its way to the disk.
 struct Piece {
     item: usize,
@@ -143,7 +146,7 @@ struct Target<'a> {
 
 /// Writes all files that are not complete; gives what each is, in the plan's order.
 pub fn write(
-    source: &dyn WeightSource,
+    from: &From<'_>,
     files: &[File],
     dir: &Path,
     journal: &mut Journal,
@@ -170,8 +173,8 @@ pub fn write(
         // One batch is made, one waits, one is written: each may take a quarter; the rest is for what is read.
         let (send, receive) = sync_channel::<Vec<Piece>>(1);
         let made = std::thread::scope(|scope| {
-            let writer = scope.spawn(|| target.receive(source, receive, journal, progress));
-            let made = make_all(source, plan, jobs, memory / 4, send);
+            let writer = scope.spawn(|| target.receive(from.source, receive, journal, progress));
+            let made = make_all(from, plan, jobs, BATCH.min(memory / 4), send);
             let written = writer.join().unwrap_or(Err(Error::Cancelled));
             // A writer that stopped is why nothing more could be sent.
             written.and_then(|w| made.map(|()| w))
@@ -204,7 +207,7 @@ fn jobs(plan: &File, first: usize, most: u64) -> Vec<Job> {
 
 /// Makes jobs on rayon's threads, batch by batch, and sends what was made in order.
 fn make_all(
-    source: &dyn WeightSource,
+    from: &From<'_>,
     plan: &File,
     jobs: Vec<Job>,
     most: u64,
@@ -223,9 +226,9 @@ fn make_all(
             .par_iter()
             .map(|job| {
                 let item = &plan.items[job.item];
-                let made = encode::make(source, item, job.rows.clone())?;
+                let made = encode::make(from, item, job.rows.clone())?;
                 if job.last && !matches!(item.what, What::Bytes(_)) {
-                    encode::release(source, item);
+                    encode::release(from.source, item);
                 }
                 Ok(Piece { item: job.item, made, last: job.last })
             })
@@ -361,16 +364,27 @@ pub fn write_whole(path: &Path, content: &[u8]) -> Result<()> {
     std::fs::rename(&partial, path).map_err(io)
 }
 
-/// Checksum of a file, told to `progress` as it is read.
-pub fn checksum(path: &Path, progress: &Progress) -> Result<String> {
+/// Puts bytes over others in a file, and on the disk.
+pub fn overwrite(path: &Path, start: u64, bytes: &[u8]) -> Result<()> {
+    let io = |source| Error::Io { path: path.to_owned(), source };
+    let mut file = OpenOptions::new().write(true).open(path).map_err(io)?;
+    file.seek(SeekFrom::Start(start)).map_err(io)?;
+    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(io)
+}
+
+/// Checksum of a file with spaces in place of the bytes `blank`, told to `progress` as it is read.
+pub fn checksum(path: &Path, blank: Range<u64>, progress: &Progress) -> Result<String> {
     let io = |source| Error::Io { path: path.to_owned(), source };
     let mut file = Fs::open(path).map_err(io)?;
-    let (mut hash, mut buffer) = (Sha256::new(), vec![0; 1 << 20]);
+    let (mut hash, mut buffer, mut at) = (Sha256::new(), vec![0; 1 << 20], 0);
     loop {
         match file.read(&mut buffer).map_err(io)? {
             0 => return Ok(hex(&hash.finalize())),
             n => {
+                let inside = |position: u64| (position.clamp(at, at + n as u64) - at) as usize;
+                buffer[inside(blank.start)..inside(blank.end)].fill(b' ');
                 hash.update(&buffer[..n]);
+                at += n as u64;
                 progress.advance(n as u64)?;
             }
         }

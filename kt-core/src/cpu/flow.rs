@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use bytes::Bytes;
 
@@ -22,7 +22,6 @@ use super::kernel::{Kernel, Outputs, Scratch, Weights};
 use super::memory::{AlignedBytes, Grid, Pages, Pieces, pages_near, residence};
 use super::slice::{Columns, Sliced, cut};
 use super::team::{Region, Team};
-use crate::activation::Activation;
 use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Residence};
 use crate::error::{Error, Result, Unsupported};
 use crate::format::{Format, Matrix};
@@ -159,6 +158,138 @@ impl<K: Kernel> CpuBackend<K> {
     }
 }
 
+impl<K: Kernel> CpuBackend<K> {
+    /// Loads experts; see [`Backend::load`].
+    fn load_inner(
+        &self,
+        layer: &LayerSpec,
+        experts: &[u32],
+        from: &dyn WeightSource,
+        context: &LoadContext,
+    ) -> Result<BankInner<K>> {
+        self.probe(layer)?;
+        let nodes: Vec<usize> = context.team.shares().iter().map(|s| s.threads).collect();
+        let cuts: Vec<Cuts> = experts.iter().map(|&e| Cuts::new(layer, &nodes, e as usize, K::PANEL)).collect();
+        // Bytes of a node's outputs of one matrix.
+        let bytes = |cuts: &Cuts, node: usize, p: Proj| {
+            let (rows, cols) = (cuts.of(p)[node].len(), layer.shape(p).1);
+            self.kernel.packed_bytes(layer.format(p), rows, cols).unwrap_or(0)
+        };
+        let sizes = |cuts: &[Cuts], node: usize| -> Vec<usize> {
+            cuts.iter().flat_map(|c| Proj::ALL.map(|p| bytes(c, node, p))).collect()
+        };
+        let key = self.key(layer, experts);
+        // Experts that will be replaced have memory of their own, that goes with them.
+        let together = if context.replaceable && key.bytes > 0 { 1 } else { experts.len().max(1) };
+        let cache = context.cache.as_ref().filter(|_| key.bytes > 0);
+        let cached = cache.and_then(|cache| cache.load(&key));
+        // Where memory has no place to be near to, the map is the arena.
+        let mapped = cached.clone().filter(|_| !context.team.wants_memory_near());
+        // By group of experts, and node.
+        let mut arenas: Vec<Vec<Arena>> = Vec::new();
+        for group in cuts.chunks(together) {
+            let nodes = 0..if mapped.is_some() { 0 } else { nodes.len() };
+            let arena = |node| Arena::new(context, node, sizes(group, node).iter().sum());
+            let mut group = nodes.map(arena).collect::<Result<Vec<Arena>>>()?;
+            Arena::touch_at_home(&mut group, context);
+            arenas.push(group);
+        }
+        let pieces: Vec<Vec<_>> = arenas
+            .iter_mut()
+            .zip(cuts.chunks(together))
+            .map(|(arenas, group)| {
+                arenas.iter_mut().enumerate().map(|(node, a)| Pieces::new(a.bytes_mut(), sizes(group, node))).collect()
+            })
+            .collect();
+        let loaded: Vec<Mutex<Option<Result<LoadedExpert>>>> = experts.iter().map(|_| Mutex::new(None)).collect();
+        let cancelled = || context.progress.advance(0).is_err();
+        contain(self.name, layer.index, || {
+            context.team.region().run(experts.len(), |i, _| {
+                if cancelled() {
+                    return;
+                }
+                let expert = experts[i] as usize;
+                let each = key.bytes / experts.len();
+                let packed = cached.as_ref().map(|all| &all[i * each..(i + 1) * each]);
+                let result = self
+                    .load_expert(layer, expert, from, packed, &cuts[i], (&pieces[i / together], i % together * 3))
+                    .and_then(|kept| {
+                        let mut biases: [Option<Vec<f32>>; 3] = [None, None, None];
+                        if layer.biases {
+                            for proj in Proj::ALL {
+                                biases[proj.index()] = from.bias(layer.index, expert, proj)?;
+                            }
+                        }
+                        context.progress.advance(layer.expert_bytes())?;
+                        Ok(LoadedExpert { kept, biases })
+                    });
+                *loaded[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
+            });
+        })?;
+        drop(pieces);
+        context.progress.advance(0)?;
+        let mut residence: Vec<Residence> = Vec::new();
+        for new in arenas.iter().flatten().filter_map(Arena::residence) {
+            match residence.iter_mut().find(|r| r.node == new.node) {
+                Some(r) => r.add(&new),
+                None => residence.push(new),
+            }
+        }
+        let packed_bytes = arenas.iter().flatten().map(|a| a.len as u64).sum();
+        let frozen = |group: Vec<Arena>| group.into_iter().map(Arena::freeze).collect::<Result<Vec<Bytes>>>();
+        let mut arenas = arenas.into_iter().map(frozen).collect::<Result<Vec<_>>>()?;
+        let together = match mapped {
+            Some(all) => {
+                arenas = vec![vec![all]];
+                experts.len().max(1)
+            }
+            None => together,
+        };
+        let mut bank = Vec::with_capacity(experts.len());
+        let mut offsets = vec![0; nodes.len()];
+        let mut parts = Vec::new();
+        for (i, (cell, cuts)) in loaded.into_iter().zip(cuts).enumerate() {
+            if i % together == 0 {
+                offsets.fill(0);
+            }
+            let arenas = &arenas[i / together];
+            let loaded = cell.into_inner().unwrap_or_else(PoisonError::into_inner).unwrap_or(Err(Error::Cancelled))?;
+            let mut kept = loaded.kept.into_iter();
+            let weights = Proj::ALL.map(|p| {
+                if let Some(matrix) = kept.next().flatten() {
+                    return Sliced::in_place(Weights::in_place(matrix));
+                }
+                let (format, cols) = (layer.format(p), layer.shape(p).1);
+                Sliced::packed(cuts.of(p).iter().enumerate().map(|(node, rows)| {
+                    let size = bytes(&cuts, node, p);
+                    offsets[node] += size;
+                    let bytes = arenas[node].slice(offsets[node] - size..offsets[node]);
+                    parts.push(bytes.clone());
+                    (rows.clone(), Weights::packed(format, rows.len(), cols, bytes))
+                }))
+            });
+            bank.push(Arc::new(Expert { weights, biases: loaded.biases, cuts }));
+        }
+        if let Some(cache) = cache.filter(|_| cached.is_none()) {
+            let parts: Vec<&[u8]> = parts.iter().map(|part| &part[..]).collect();
+            cache.save(&key, &parts);
+        }
+        let layouts = self.probe(layer)?.inputs;
+        let (up_layout, _) = self.kernel.accepts(layer.format(Proj::Up), layer.intermediate, layer.hidden)?;
+        Ok(BankInner {
+            name: self.name,
+            layer: layer.clone(),
+            kernel: self.kernel,
+            team: context.team.clone(),
+            layouts: [layouts[0], up_layout, layouts[1]],
+            experts: bank,
+            nodes,
+            packed_bytes,
+            residence,
+        })
+    }
+}
+
 impl<K: Kernel> Backend for CpuBackend<K> {
     fn name(&self) -> &str {
         self.name
@@ -205,98 +336,9 @@ impl<K: Kernel> Backend for CpuBackend<K> {
         from: &dyn WeightSource,
         context: &LoadContext,
     ) -> Result<Box<dyn ExpertBank>> {
-        self.probe(layer)?;
-        let nodes: Vec<usize> = context.team.shares().iter().map(|s| s.threads).collect();
-        let cuts: Vec<Cuts> = experts.iter().map(|&e| Cuts::new(layer, &nodes, e as usize, K::PANEL)).collect();
-        // Bytes of a node's outputs of one matrix.
-        let bytes = |cuts: &Cuts, node: usize, p: Proj| {
-            let (rows, cols) = (cuts.of(p)[node].len(), layer.shape(p).1);
-            self.kernel.packed_bytes(layer.format(p), rows, cols).unwrap_or(0)
-        };
-        let sizes = |node: usize| cuts.iter().flat_map(move |c| Proj::ALL.map(|p| bytes(c, node, p)));
-        let key = self.key(layer, experts);
-        let cache = context.cache.as_ref().filter(|_| key.bytes > 0);
-        let cached = cache.and_then(|cache| cache.load(&key));
-        // Where memory has no place to be near to, the map is the arena.
-        let mapped = cached.clone().filter(|_| !context.team.wants_memory_near());
-        let mut arenas = Vec::with_capacity(nodes.len());
-        for node in 0..if mapped.is_some() { 0 } else { nodes.len() } {
-            arenas.push(Arena::new(context, node, sizes(node).sum())?);
-        }
-        Arena::touch_at_home(&mut arenas, context);
-        let pieces: Vec<_> =
-            arenas.iter_mut().enumerate().map(|(node, a)| Pieces::new(a.bytes_mut(), sizes(node))).collect();
-        let loaded: Vec<Mutex<Option<Result<LoadedExpert>>>> = experts.iter().map(|_| Mutex::new(None)).collect();
-        let cancelled = || context.progress.advance(0).is_err();
-        contain(self.name, layer.index, || {
-            context.team.region().run(experts.len(), |i, _| {
-                if cancelled() {
-                    return;
-                }
-                let expert = experts[i] as usize;
-                let each = key.bytes / experts.len();
-                let packed = cached.as_ref().map(|all| &all[i * each..(i + 1) * each]);
-                let result =
-                    self.load_expert(layer, expert, from, packed, &cuts[i], (&pieces, i * 3)).and_then(|kept| {
-                        let mut biases: [Option<Vec<f32>>; 3] = [None, None, None];
-                        if layer.biases {
-                            for proj in Proj::ALL {
-                                biases[proj.index()] = from.bias(layer.index, expert, proj)?;
-                            }
-                        }
-                        context.progress.advance(layer.expert_bytes())?;
-                        Ok(LoadedExpert { kept, biases })
-                    });
-                *loaded[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
-            });
-        })?;
-        drop(pieces);
-        context.progress.advance(0)?;
-        let residence = arenas.iter().filter_map(Arena::residence).collect();
-        let packed_bytes = arenas.iter().map(|a| a.len as u64).sum();
-        let mut arenas = arenas.into_iter().map(Arena::freeze).collect::<Result<Vec<Bytes>>>()?;
-        arenas.extend(mapped);
-        let mut bank = Vec::with_capacity(experts.len());
-        let mut offsets = vec![0; nodes.len()];
-        let mut parts = Vec::new();
-        for (cell, cuts) in loaded.into_iter().zip(cuts) {
-            let loaded = cell.into_inner().unwrap_or_else(PoisonError::into_inner).unwrap_or(Err(Error::Cancelled))?;
-            let mut kept = loaded.kept.into_iter();
-            let weights = Proj::ALL.map(|p| {
-                if let Some(matrix) = kept.next().flatten() {
-                    return Sliced::in_place(Weights::in_place(matrix));
-                }
-                let (format, cols) = (layer.format(p), layer.shape(p).1);
-                Sliced::packed(cuts.of(p).iter().enumerate().map(|(node, rows)| {
-                    let size = bytes(&cuts, node, p);
-                    offsets[node] += size;
-                    let bytes = arenas[node].slice(offsets[node] - size..offsets[node]);
-                    parts.push(bytes.clone());
-                    (rows.clone(), Weights::packed(format, rows.len(), cols, bytes))
-                }))
-            });
-            bank.push(Expert { weights, biases: loaded.biases, cuts });
-        }
-        if let Some(cache) = cache.filter(|_| cached.is_none()) {
-            let parts: Vec<&[u8]> = parts.iter().map(|part| &part[..]).collect();
-            cache.save(&key, &parts);
-        }
-        let layouts = self.probe(layer)?.inputs;
-        let (up_layout, _) = self.kernel.accepts(layer.format(Proj::Up), layer.intermediate, layer.hidden)?;
-        Ok(Box::new(CpuBank(Arc::new(BankInner {
-            name: self.name,
-            layer: layer.index,
-            kernel: self.kernel,
-            team: context.team.clone(),
-            hidden: layer.hidden,
-            intermediate: layer.intermediate,
-            activation: layer.activation,
-            layouts: [layouts[0], up_layout, layouts[1]],
-            experts: bank,
-            nodes,
-            packed_bytes,
-            residence,
-        }))))
+        let inner = self.load_inner(layer, experts, from, context)?;
+        let replacing = LoadContext { progress: Arc::default(), cache: None, ..context.clone() };
+        Ok(Box::new(CpuBank { now: RwLock::new(Arc::new(inner)), context: context.replaceable.then_some(replacing) }))
     }
 
     fn is_cached(&self, layer: &LayerSpec, experts: &[u32], cache: &PackedCache) -> bool {
@@ -449,41 +491,67 @@ impl Expert {
     }
 }
 
+#[derive(Clone)]
 struct BankInner<K> {
     name: &'static str,
-    layer: usize,
+    layer: LayerSpec,
     kernel: K,
     team: Arc<Team>,
-    hidden: usize,
-    intermediate: usize,
-    activation: Activation,
     /// Of the inputs of gate, up and down.
     layouts: [InputLayout; 3],
-    experts: Vec<Expert>,
+    experts: Vec<Arc<Expert>>,
     /// Threads of each node.
     nodes: Vec<usize>,
     packed_bytes: u64,
     residence: Vec<Residence>,
 }
 
-struct CpuBank<K>(Arc<BankInner<K>>);
+struct CpuBank<K> {
+    /// Taken by work as it starts, and replaced as a whole.
+    now: RwLock<Arc<BankInner<K>>>,
+    /// How experts are loaded that replace others, if they may.
+    context: Option<LoadContext>,
+}
+
+impl<K: Kernel> CpuBank<K> {
+    fn now(&self) -> Arc<BankInner<K>> {
+        self.now.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
 
 impl<K: Kernel> ExpertBank for CpuBank<K> {
     fn submit(&self, work: Work) -> Pending<Work> {
-        let inner = self.0.clone();
-        self.0.team.spawn(self.0.name, self.0.layer, move || Ok(inner.run(work)))
+        let inner = self.now();
+        let (team, name, layer) = (inner.team.clone(), inner.name, inner.layer.index);
+        team.spawn(name, layer, move || Ok(inner.run(work)))
     }
 
     fn run(&self, work: Work) -> Result<Work> {
-        contain(self.0.name, self.0.layer, || self.0.run(work))
+        let inner = self.now();
+        contain(inner.name, inner.layer.index, || inner.run(work))
     }
 
     fn packed_bytes(&self) -> u64 {
-        self.0.packed_bytes
+        self.now().packed_bytes
     }
 
     fn residence(&self) -> Vec<Residence> {
-        self.0.residence.clone()
+        self.now().residence.clone()
+    }
+
+    fn replace(&self, local: u32, expert: u32, from: &dyn WeightSource) -> Result<()> {
+        let now = self.now();
+        let Some(context) = &self.context else {
+            return Err(Unsupported::new("the experts of this bank were loaded to stay").into());
+        };
+        let new = CpuBackend::new(now.name, now.kernel).load_inner(&now.layer, &[expert], from, context)?;
+        let mut inner = (*now).clone();
+        match (inner.experts.get_mut(local as usize), new.experts.into_iter().next()) {
+            (Some(place), Some(expert)) => *place = expert,
+            _ => return Err(Error::Invalid(format!("local expert {local} of {}", inner.experts.len()))),
+        }
+        *self.now.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(inner);
+        Ok(())
     }
 }
 
@@ -536,7 +604,7 @@ impl<K: Kernel> BankInner<K> {
         }
         let mut region = self.team.region();
         let mut buffers = region.take_buffers();
-        let (kernel, tokens, hidden) = (self.kernel, work.tokens, self.hidden);
+        let (kernel, tokens, hidden) = (self.kernel, work.tokens, self.layer.hidden);
         let [gate_layout, up_layout, down_layout] = self.layouts;
 
         let mut used = vec![false; tokens];
@@ -565,14 +633,14 @@ impl<K: Kernel> BankInner<K> {
         for group in &work.experts {
             for start in group.rows.clone().step_by(ROWS) {
                 let rows = start..group.rows.end.min(start + ROWS);
-                let bytes = down_layout.bytes(rows.len(), self.intermediate);
+                let bytes = down_layout.bytes(rows.len(), self.layer.intermediate);
                 chunks.push(Chunk { expert: group.local as usize, rows, h: h_bytes..h_bytes + bytes });
                 h_bytes += bytes;
             }
         }
         let row_tokens: Vec<u32> = work.rows.iter().map(|r| r.token).collect();
         let h = buffers.h.get(h_bytes);
-        let blocks = self.intermediate.div_ceil(BLOCK);
+        let blocks = self.layer.intermediate.div_ceil(BLOCK);
         let lengths = chunks.iter().flat_map(|c| (0..blocks).map(move |_| c.rows.len() * down_layout.block_bytes()));
         let pieces = Pieces::new(h, lengths);
         let call = CALLS.fetch_add(1, Ordering::Relaxed) + 1;
@@ -598,9 +666,9 @@ impl<K: Kernel> BankInner<K> {
             // The other threads of the node probably take the tasks in between.
             let after = parts[node].get(task + self.nodes[node]).map(|p| (p.chunk, p.blocks.start));
             for block in part.blocks.clone() {
-                let outputs = block * BLOCK..self.intermediate.min((block + 1) * BLOCK);
+                let outputs = block * BLOCK..self.layer.intermediate.min((block + 1) * BLOCK);
                 let next = if block + 1 < part.blocks.end { Some((part.chunk, block + 1)) } else { after };
-                let next = next.map(|(c, block)| (&self.experts[chunks[c].expert], block * BLOCK));
+                let next = next.map(|(c, block)| (&*self.experts[chunks[c].expert], block * BLOCK));
                 let tokens = &row_tokens[chunk.rows.clone()];
                 let h = pieces.take(part.chunk * blocks + block);
                 self.gate_up((chunk, (call, part.chunk)), (outputs, next), [gate_x, up_x], tokens, h, scratch);
@@ -623,7 +691,7 @@ impl<K: Kernel> BankInner<K> {
                 let expert = &self.experts[chunk.expert];
                 let width = tile.cols.len();
                 y.resize(chunk.rows.len() * width, 0.0);
-                let x = Inputs::new(down_layout, chunk.rows.len(), self.intermediate, &h[chunk.h.clone()]);
+                let x = Inputs::new(down_layout, chunk.rows.len(), self.layer.intermediate, &h[chunk.h.clone()]);
                 let following = chunks.get(i + 1).map(|next| &self.experts[next.expert]);
                 let next = following.map(|next| next.weights[Proj::Down.index()].at(tile.cols.start));
                 let outputs = Outputs { next, ..expert.weights[Proj::Down.index()].outputs(tile.cols.clone()) };
@@ -674,7 +742,7 @@ impl<K: Kernel> BankInner<K> {
                 }
             }
         }
-        self.kernel.activate(self.activation, &mut gate, &up);
+        self.kernel.activate(self.layer.activation, &mut gate, &up);
         let layout = self.layouts[Proj::Down.index()];
         for (row, out) in gate.chunks_exact(width).zip(h.chunks_exact_mut(layout.block_bytes())) {
             self.kernel.pack_input(layout, row, out);

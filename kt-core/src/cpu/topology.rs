@@ -474,7 +474,7 @@ fn cores_of(root: &Path, cpus: &[usize]) -> Vec<Vec<usize>> {
 
 /// The control groups that this process is in for `controller`, innermost first, up to the root; and whether they are of
 /// version 2. Paths are relative to `root`.
-fn cgroups(root: &Path, controller: &str) -> Vec<(PathBuf, bool)> {
+pub(crate) fn cgroups(root: &Path, controller: &str) -> Vec<(PathBuf, bool)> {
     let groups = text(root, "proc/self/cgroup").unwrap_or_default();
     let mut dirs = Vec::new();
     for line in groups.lines() {

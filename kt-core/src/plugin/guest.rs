@@ -478,7 +478,7 @@ impl Guest {
             team
         });
         let progress = Arc::new(Progress::of_host(load.clone()));
-        (LoadContext { team, progress, huge_pages: HugePages::default(), cache: None }, load)
+        (LoadContext { team, progress, huge_pages: HugePages::default(), cache: None, replaceable: false }, load)
     }
 }
 

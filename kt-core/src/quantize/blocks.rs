@@ -2,17 +2,22 @@
 
 use super::rows::amax;
 use super::search::{
-    error_with_minimum, nearest, reciprocal, scale_and_minimum, symmetric_error, symmetric_scale, table_codes,
-    table_error, table_scale,
+    Grid, Integers, Nearest, Table, Weights, errors_with_minima, nearest, reciprocal, scale_and_minimum, store_codes,
+    symmetric_scale,
 };
 use crate::format::ggml::*;
 
+/// Values of IQ4_NL and IQ4_XS.
+const IQ4: Table = Table(&IQ4_VALUES);
+
 /// Rounds a scale to F16: its stored bytes, and the value that they decode to.
+#[inline(always)]
 fn f16(v: f32) -> ([u8; 2], f32) {
     let h = half::f16::from_f32(v);
     (h.to_le_bytes(), h.to_f32())
 }
 
+#[inline(always)]
 pub(super) fn q8_0(values: &[f32; COLS], block: &mut [u8; Q8_0_BYTES]) {
     let (bytes, d) = f16(amax(values) / 127.0);
     let inverse = reciprocal(d);
@@ -22,46 +27,56 @@ pub(super) fn q8_0(values: &[f32; COLS], block: &mut [u8; Q8_0_BYTES]) {
     }
 }
 
-pub(super) fn q4_0(values: &[f32; COLS], block: &mut [u8; Q4_0_BYTES]) {
-    let (bytes, d) = f16(symmetric_scale(values, 8, true));
+#[inline(always)]
+pub(super) fn q4_0<W: Weights>(values: &[f32; COLS], weights: W, block: &mut [u8; Q4_0_BYTES]) {
+    let (bytes, d) = f16(symmetric_scale(values, weights, 8));
     let inverse = reciprocal(d);
     block[..2].copy_from_slice(&bytes);
-    q4_0_pack_codes(&values.map(|v| (nearest((v * inverse).clamp(-8.0, 7.0)) + 8.0) as i32 as u8), block);
+    let mut codes = [0; COLS];
+    store_codes(values, &mut codes, Nearest::<W::Lanes>::new(inverse, (-8.0, 7.0), 8.0));
+    q4_0_pack_codes(&codes, block);
 }
 
-pub(super) fn q5_0(values: &[f32; COLS], block: &mut [u8; Q5_0_BYTES]) {
-    let (bytes, d) = f16(symmetric_scale(values, 16, true));
+#[inline(always)]
+pub(super) fn q5_0<W: Weights>(values: &[f32; COLS], weights: W, block: &mut [u8; Q5_0_BYTES]) {
+    let (bytes, d) = f16(symmetric_scale(values, weights, 16));
     let inverse = reciprocal(d);
     block[..2].copy_from_slice(&bytes);
-    let codes = values.map(|v| (nearest((v * inverse).clamp(-16.0, 15.0)) + 16.0) as i32 as u8);
+    let mut codes = [0; COLS];
+    store_codes(values, &mut codes, Nearest::<W::Lanes>::new(inverse, (-16.0, 15.0), 16.0));
     block[2..].copy_from_slice(&pack_five_bit_codes(&codes));
 }
 
 /// The stored scale and minimum of Q4_1 and Q5_1, and the codes (0..=top).
-fn with_minimum(values: &[f32; COLS], top: u8) -> ([u8; 4], [u8; COLS]) {
-    let (scale, minimum) = scale_and_minimum(values, top, true);
+#[inline(always)]
+fn with_minimum<W: Weights>(values: &[f32; COLS], weights: W, top: u8) -> ([u8; 4], [u8; COLS]) {
+    let (scale, minimum) = scale_and_minimum(values, weights, top, true);
     let ((d_bytes, d), (m_bytes, m)) = (f16(scale), f16(-minimum));
     let inverse = reciprocal(d);
-    let codes = values.map(|v| nearest(((v - m) * inverse).clamp(0.0, top as f32)) as i32 as u8);
+    let mut codes = [0; COLS];
+    store_codes(values, &mut codes, Nearest::<W::Lanes>::above(-m, inverse, top));
     ([d_bytes[0], d_bytes[1], m_bytes[0], m_bytes[1]], codes)
 }
 
-pub(super) fn q4_1(values: &[f32; COLS], block: &mut [u8; Q4_1_BYTES]) {
-    let (header, codes) = with_minimum(values, 15);
+#[inline(always)]
+pub(super) fn q4_1<W: Weights>(values: &[f32; COLS], weights: W, block: &mut [u8; Q4_1_BYTES]) {
+    let (header, codes) = with_minimum(values, weights, 15);
     block[..4].copy_from_slice(&header);
     block[4..].copy_from_slice(&pack_nibbles(&codes));
 }
 
-pub(super) fn q5_1(values: &[f32; COLS], block: &mut [u8; Q5_1_BYTES]) {
-    let (header, codes) = with_minimum(values, 31);
+#[inline(always)]
+pub(super) fn q5_1<W: Weights>(values: &[f32; COLS], weights: W, block: &mut [u8; Q5_1_BYTES]) {
+    let (header, codes) = with_minimum(values, weights, 31);
     block[..4].copy_from_slice(&header);
     block[4..].copy_from_slice(&pack_five_bit_codes(&codes));
 }
 
-pub(super) fn iq4_nl(values: &[f32; COLS], block: &mut [u8; IQ4_NL_BYTES]) {
-    let (bytes, d) = f16(table_scale(values, &IQ4_VALUES));
+#[inline(always)]
+pub(super) fn iq4_nl<W: Weights>(values: &[f32; COLS], weights: W, block: &mut [u8; IQ4_NL_BYTES]) {
+    let (bytes, d) = f16(IQ4.scale(values, weights));
     block[..2].copy_from_slice(&bytes);
-    block[2..].copy_from_slice(&pack_nibbles(&table_codes(values, d, &IQ4_VALUES)));
+    block[2..].copy_from_slice(&pack_nibbles(&IQ4.codes::<W::Lanes>(values, d)));
 }
 
 pub(super) fn mxfp4(values: &[f32; COLS], block: &mut [u8; MXFP4_BYTES]) {
@@ -108,9 +123,18 @@ struct Minima<const G: usize> {
 }
 
 /// Codes in `0..=top`, scales and minima in `0..=largest`.
-fn with_minima<const G: usize, const N: usize>(values: &[f32; K_COLS], top: u8, largest: f32) -> Minima<G> {
+#[inline(always)]
+fn with_minima<W: Weights, const G: usize, const N: usize>(
+    values: &[f32; K_COLS],
+    weights: W,
+    top: u8,
+    largest: f32,
+) -> Minima<G> {
     let groups = values.as_chunks::<N>().0;
-    let fits: [(f32, f32); G] = std::array::from_fn(|g| scale_and_minimum(&groups[g], top, false));
+    let mut fits = [(0f32, 0f32); G];
+    for (g, fit) in fits.iter_mut().enumerate() {
+        *fit = scale_and_minimum(&groups[g], weights.from(g * N), top, false);
+    }
     let (d_bytes, d) = f16(fits.iter().fold(0.0, |a, f| f.0.max(a)) / largest);
     let (dmin_bytes, dmin) = f16(fits.iter().fold(0.0, |a, f| f.1.max(a)) / largest);
     let (mut scales, mut minima, mut codes) = ([0; G], [0; G], [0; K_COLS]);
@@ -119,24 +143,26 @@ fn with_minima<const G: usize, const N: usize>(values: &[f32; K_COLS], top: u8, 
         let (scale, minimum) = (near(fits[g].0, d), near(fits[g].1, dmin));
         // Rounded one by one, the two no longer fit each other best: look around.
         let (mut best, mut best_error) = ((scale, minimum), f32::INFINITY);
+        let around = [minimum, minimum - 1.0, minimum + 1.0];
+        let tried = [dmin * around[0], dmin * around[1], dmin * around[2]];
         for scale in [scale, scale - 1.0, scale + 1.0] {
-            for minimum in [minimum, minimum - 1.0, minimum + 1.0] {
-                if scale.clamp(0.0, largest) == scale && minimum.clamp(0.0, largest) == minimum {
-                    let error = error_with_minimum(values, d * scale, dmin * minimum, top);
-                    if error < best_error {
-                        (best, best_error) = ((scale, minimum), error);
-                    }
+            let errors = errors_with_minima(values, weights.from(g * N), d * scale, tried, top);
+            for (minimum, error) in around.into_iter().zip(errors) {
+                let stored = (0.0..=largest).contains(&scale) && (0.0..=largest).contains(&minimum);
+                if stored && error < best_error {
+                    (best, best_error) = ((scale, minimum), error);
                 }
             }
         }
         (scales[g], minima[g]) = (best.0 as i32 as u8, best.1 as i32 as u8);
         let (inverse, minimum) = (reciprocal(d * best.0), dmin * best.1);
-        *codes = values.map(|v| nearest(((v + minimum) * inverse).clamp(0.0, top as f32)) as i32 as u8);
+        store_codes(values, codes, Nearest::<W::Lanes>::above(minimum, inverse, top));
     }
     Minima { d: d_bytes, dmin: dmin_bytes, scales, minima, codes }
 }
 
 /// The 16 bytes of scales that Q4_K and Q5_K share.
+#[inline(always)]
 fn header(m: &Minima<8>) -> [u8; 16] {
     let mut header = [0; 16];
     header[..2].copy_from_slice(&m.d);
@@ -145,8 +171,9 @@ fn header(m: &Minima<8>) -> [u8; 16] {
     header
 }
 
-pub(super) fn q2k(values: &[f32; K_COLS], block: &mut [u8; Q2K_BYTES]) {
-    let m: Minima<16> = with_minima::<16, 16>(values, 3, 15.0);
+#[inline(always)]
+pub(super) fn q2k<W: Weights>(values: &[f32; K_COLS], weights: W, block: &mut [u8; Q2K_BYTES]) {
+    let m: Minima<16> = with_minima::<W, 16, 16>(values, weights, 3, 15.0);
     for (byte, (scale, minimum)) in block.iter_mut().zip(m.scales.iter().zip(m.minima)) {
         *byte = scale | minimum << 4;
     }
@@ -155,88 +182,90 @@ pub(super) fn q2k(values: &[f32; K_COLS], block: &mut [u8; Q2K_BYTES]) {
     block[82..].copy_from_slice(&m.dmin);
 }
 
-pub(super) fn q4k(values: &[f32; K_COLS], block: &mut [u8; Q4K_BYTES]) {
-    let m = with_minima::<8, 32>(values, 15, 63.0);
+#[inline(always)]
+pub(super) fn q4k<W: Weights>(values: &[f32; K_COLS], weights: W, block: &mut [u8; Q4K_BYTES]) {
+    let m = with_minima::<W, 8, 32>(values, weights, 15, 63.0);
     block[..16].copy_from_slice(&header(&m));
     q4k_pack_codes(&m.codes, block);
 }
 
-pub(super) fn q5k(values: &[f32; K_COLS], block: &mut [u8; Q5K_BYTES]) {
-    let m = with_minima::<8, 32>(values, 31, 63.0);
+#[inline(always)]
+pub(super) fn q5k<W: Weights>(values: &[f32; K_COLS], weights: W, block: &mut [u8; Q5K_BYTES]) {
+    let m = with_minima::<W, 8, 32>(values, weights, 31, 63.0);
     block[..16].copy_from_slice(&header(&m));
     q5k_pack_codes(&m.codes, block);
 }
 
 /// The block's scale and that of each of its `G` groups of `N` columns, in `-largest..largest`, out of the scales that fit the
 /// groups best: the neighbour of each that leaves the smallest error.
-fn group_scales<const G: usize, const N: usize>(
+#[inline(always)]
+fn group_scales<W: Weights, const G: usize, const N: usize>(
     values: &[f32; K_COLS],
+    weights: W,
     largest: f32,
-    fit: impl Fn(&[f32; N]) -> f32,
-    error: impl Fn(&[f32; N], f32) -> f32,
+    grid: impl Grid,
 ) -> ([u8; 2], f32, [i8; G]) {
     let groups = values.as_chunks::<N>().0;
-    let fits: [f32; G] = std::array::from_fn(|g| fit(&groups[g]));
+    let mut fits = [0f32; G];
+    for (g, fit) in fits.iter_mut().enumerate() {
+        *fit = grid.scale(&groups[g], weights.from(g * N));
+    }
     let extreme = fits.iter().fold(0f32, |a, &s| if s.abs() > a.abs() { s } else { a });
     let (bytes, d) = f16(extreme / -largest);
-    let scales = std::array::from_fn(|g| {
+    let mut scales = [0; G];
+    for (g, stored) in scales.iter_mut().enumerate() {
         let near = nearest((fits[g] * reciprocal(d)).clamp(-largest, largest - 1.0));
         let (mut best, mut best_error) = (near, f32::INFINITY);
         for scale in [near, near - 1.0, near + 1.0] {
-            let error = error(&groups[g], d * scale);
+            let error = grid.error(&groups[g], weights.from(g * N), d * scale);
             if scale.clamp(-largest, largest - 1.0) == scale && error < best_error {
                 (best, best_error) = (scale, error);
             }
         }
-        best as i32 as i8
-    });
+        *stored = best as i32 as i8;
+    }
     (bytes, d, scales)
 }
 
 /// The block's scale, those of its groups, and the codes in `0..2 * half`.
-fn symmetric<const G: usize, const N: usize>(
+#[inline(always)]
+fn symmetric<W: Weights, const G: usize, const N: usize>(
     values: &[f32; K_COLS],
+    weights: W,
     largest: f32,
     half: u8,
 ) -> ([u8; 2], [i8; G], [u8; K_COLS]) {
-    let (bytes, d, scales) = group_scales::<G, N>(
-        values,
-        largest,
-        |values| symmetric_scale(values, half, true),
-        |values, scale| symmetric_error(values, scale, half),
-    );
+    let (bytes, d, scales) = group_scales::<W, G, N>(values, weights, largest, Integers(half));
     let (mut codes, edge) = ([0; K_COLS], half as f32);
     for (g, (codes, values)) in codes.as_chunks_mut::<N>().0.iter_mut().zip(values.as_chunks::<N>().0).enumerate() {
         let inverse = reciprocal(d * scales[g] as f32);
-        *codes = values.map(|v| (nearest((v * inverse).clamp(-edge, edge - 1.0)) + edge) as i32 as u8);
+        store_codes(values, codes, Nearest::<W::Lanes>::new(inverse, (-edge, edge - 1.0), edge));
     }
     (bytes, scales, codes)
 }
 
-pub(super) fn q3k(values: &[f32; K_COLS], block: &mut [u8; Q3K_BYTES]) {
-    let (d, scales, codes) = symmetric::<16, 16>(values, 32.0, 4);
+#[inline(always)]
+pub(super) fn q3k<W: Weights>(values: &[f32; K_COLS], weights: W, block: &mut [u8; Q3K_BYTES]) {
+    let (d, scales, codes) = symmetric::<W, 16, 16>(values, weights, 32.0, 4);
     q3k_pack_codes(&codes, block);
     block[96..108].copy_from_slice(&q3k_pack_scales(&scales));
     block[108..].copy_from_slice(&d);
 }
 
-pub(super) fn q6k(values: &[f32; K_COLS], block: &mut [u8; Q6K_BYTES]) {
-    let (d, scales, codes) = symmetric::<16, 16>(values, 128.0, 32);
+#[inline(always)]
+pub(super) fn q6k<W: Weights>(values: &[f32; K_COLS], weights: W, block: &mut [u8; Q6K_BYTES]) {
+    let (d, scales, codes) = symmetric::<W, 16, 16>(values, weights, 128.0, 32);
     q6k_pack_codes(&codes, block);
     block[192..208].copy_from_slice(&scales.map(|s| s as u8));
     block[208..].copy_from_slice(&d);
 }
 
-pub(super) fn iq4_xs(values: &[f32; K_COLS], block: &mut [u8; IQ4_XS_BYTES]) {
-    let (bytes, d, scales) = group_scales::<8, 32>(
-        values,
-        32.0,
-        |values| table_scale(values, &IQ4_VALUES),
-        |values, scale| table_error(values, scale, &IQ4_VALUES),
-    );
+#[inline(always)]
+pub(super) fn iq4_xs<W: Weights>(values: &[f32; K_COLS], weights: W, block: &mut [u8; IQ4_XS_BYTES]) {
+    let (bytes, d, scales) = group_scales::<W, 8, 32>(values, weights, 32.0, IQ4);
     let mut codes = [0; K_COLS];
     for (g, (codes, values)) in codes.as_chunks_mut::<32>().0.iter_mut().zip(values.as_chunks::<32>().0).enumerate() {
-        *codes = table_codes(values, d * scales[g] as f32, &IQ4_VALUES);
+        *codes = IQ4.codes::<W::Lanes>(values, d * scales[g] as f32);
     }
     block[..2].copy_from_slice(&bytes);
     block[2..8].copy_from_slice(&iq4_xs_pack_scales(&scales));

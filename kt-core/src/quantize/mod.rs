@@ -1,7 +1,7 @@
 //! Encoding of F32 rows into every weight format, and what it costs in accuracy.
 //!
 //! Encoders work on bands of rows in parallel and give the same bytes for any number of threads. Scales of integer formats
-//! are searched so that the squared error of the decoded values is smallest; no calibration data is used. Separate scales
+//! are searched so that the squared error of the decoded values is smallest, with the columns' importance if it is given. Separate scales
 //! are F32 where they are per row or tile, BF16 where they are per group, powers of two in MX formats.
 //!
 //! [`Requantized`] is a source whose experts are re-encoded as they are read.
@@ -11,6 +11,7 @@ mod grids;
 mod rows;
 mod search;
 mod source;
+mod tier;
 
 use std::ops::Range;
 
@@ -18,8 +19,10 @@ use bytes::Bytes;
 use rayon::prelude::*;
 
 use crate::format::{Format, Global, Group, Matrix, ScaleType, fp8};
+use rows::Band;
 
 pub use source::Requantized;
+pub(crate) use tier::difference;
 
 /// Encodes `values: [rows, cols]`, row-major.
 ///
@@ -27,10 +30,28 @@ pub use source::Requantized;
 /// A shape that the format cannot have, `values` of another length, or a value that the format cannot hold: NaN and
 /// infinities except in F32, F16 and BF16, and numbers beyond the format's range. The message gives row and column.
 pub fn encode(format: Format, rows: usize, cols: usize, values: &[f32]) -> Result<Matrix, String> {
+    encode_weighted(format, rows, cols, values, None)
+}
+
+/// As [`encode`], but the squared errors of a column count as much as its `importance: [cols]` says: the mean square of the
+/// inputs that it is multiplied with, say. Formats whose scales are searched heed it: integers of 4 bits, asymmetric ones of 8, and
+/// GGUF's `Q*_0` but Q8_0, `Q*_1`, `Q*_K` and `IQ4_*`.
+///
+/// # Errors
+/// As [`encode`], and an importance of another length, or with numbers that are negative or not finite.
+pub fn encode_weighted(
+    format: Format,
+    rows: usize,
+    cols: usize,
+    values: &[f32],
+    importance: Option<&[f32]>,
+) -> Result<Matrix, String> {
     if rows.checked_mul(cols) != Some(values.len()) {
         return Err(format!("[{rows}, {cols}] was given {} values", values.len()));
     }
-    encode_bands(format, rows, cols, |range, out| out.copy_from_slice(&values[range.start * cols..range.end * cols]))
+    encode_bands(format, rows, cols, importance, |range, out| {
+        out.copy_from_slice(&values[range.start * cols..range.end * cols]);
+    })
 }
 
 /// Encodes a matrix again in another format, with little memory beyond the result. The same format gives the same matrix.
@@ -38,15 +59,38 @@ pub fn encode(format: Format, rows: usize, cols: usize, values: &[f32]) -> Resul
 /// # Errors
 /// As [`encode`].
 pub fn recode(matrix: &Matrix, format: Format) -> Result<Matrix, String> {
+    recode_weighted(matrix, format, None)
+}
+
+/// [`recode`] with errors weighted as in [`encode_weighted`].
+///
+/// # Errors
+/// As [`encode_weighted`].
+pub fn recode_weighted(matrix: &Matrix, format: Format, importance: Option<&[f32]>) -> Result<Matrix, String> {
     if matrix.format() == format {
         return Ok(matrix.clone());
     }
     let cols = matrix.cols();
-    encode_bands(format, matrix.rows(), cols, |range, out| {
+    encode_bands(format, matrix.rows(), cols, importance, |range, out| {
         for (row, out) in range.zip(out.chunks_exact_mut(cols.max(1))) {
             matrix.decode_row(row, out);
         }
     })
+}
+
+/// The importance of columns as encoders take it: with a mean of 1, and never so little that a group has none. `None` where all
+/// columns are alike.
+fn weights(importance: Option<&[f32]>, cols: usize) -> Result<Option<Vec<f32>>, String> {
+    let Some(importance) = importance else { return Ok(None) };
+    if importance.len() != cols {
+        return Err(format!("{cols} columns have the importance of {}", importance.len()));
+    }
+    if let Some((i, v)) = importance.iter().enumerate().find(|(_, v)| !v.is_finite() || **v < 0.0) {
+        return Err(format!("the importance of column {i} is {v}"));
+    }
+    let mean = importance.iter().map(|&v| v as f64).sum::<f64>() / cols.max(1) as f64;
+    let weigh = |v: &f32| ((*v as f64 / mean) as f32).clamp(1e-4, 1e6);
+    Ok((mean > 0.0).then(|| importance.iter().map(weigh).collect()))
 }
 
 /// How far decoded values are from their originals, in proportion.
@@ -96,8 +140,10 @@ fn encode_bands(
     format: Format,
     rows: usize,
     cols: usize,
+    importance: Option<&[f32]>,
     read: impl Fn(Range<usize>, &mut [f32]) + Sync,
 ) -> Result<Matrix, String> {
+    let weights = weights(importance, cols)?;
     let overflow = || format!("[{rows}, {cols}] overflows");
     let row_bytes = format.row_bytes(cols)?;
     let kind = scale_type(format);
@@ -140,8 +186,10 @@ fn encode_bands(
             return Err(format!("{format} cannot hold value [{}, {}], {}", first + i / cols, i % cols, values[i]));
         }
         match &order {
-            None => rows::encode(format, cols, values, codes, scales, (zeros, global)),
-            Some(order) => order.encode(format, values, codes, scales, zeros),
+            None => tier::encode(Band { format, cols, values, codes, scales, zeros, global }, weights.as_deref()),
+            Some(order) => {
+                order.encode(Band { format, cols, values, codes, scales, zeros, global }, weights.as_deref())
+            }
         }
         Ok(())
     })?;
@@ -179,12 +227,13 @@ impl Order {
     }
 
     /// Encodes a band as if its columns were in this order, and puts their codes back.
-    fn encode(&self, format: Format, values: &[f32], codes: &mut [u8], scales: &mut [u8], zeros: &mut [i16]) {
-        let cols = self.columns.len();
-        let sorted: Vec<f32> =
-            values.chunks_exact(cols.max(1)).flat_map(|row| self.columns.iter().map(|&c| row[c])).collect();
+    fn encode(&self, band: Band<'_>, weights: Option<&[f32]>) {
+        let Band { cols, values, codes, .. } = band;
+        let in_order = |row: &[f32]| self.columns.iter().map(|&c| row[c]).collect::<Vec<f32>>();
+        let sorted: Vec<f32> = values.chunks_exact(cols.max(1)).flat_map(in_order).collect();
         let mut sorted_codes = vec![0; codes.len()];
-        rows::encode(format, cols, &sorted, &mut sorted_codes, scales, (zeros, 1.0));
+        let weights = weights.map(in_order);
+        tier::encode(Band { values: &sorted, codes: &mut sorted_codes, ..band }, weights.as_deref());
         let row_bytes = (codes.len() * cols / values.len().max(1)).max(1);
         for (codes, sorted) in codes.chunks_exact_mut(row_bytes).zip(sorted_codes.chunks_exact(row_bytes)) {
             for (i, &column) in self.columns.iter().enumerate() {

@@ -1,6 +1,7 @@
 //! Encoders of floating-point, FP8, and integer rows.
 
-use super::search::{nearest, reciprocal, scale_and_zero, symmetric_scale};
+use super::search::{Nearest, Round, Weights, reciprocal, scale_and_zero, store_codes, symmetric_scale};
+use super::tier::Lanes;
 use super::{blocks, grids};
 use crate::format::float::{bf16_to_f32, f32_to_bf16};
 use crate::format::fp8::{E4M3, TILE, f32_to_e4m3};
@@ -13,20 +14,34 @@ pub(super) fn unfit(format: Format, values: &[f32]) -> Option<usize> {
         Format::F32 => None,
         Format::F16 => values.iter().position(|v| v.is_finite() && half::f16::from_f32(*v).is_infinite()),
         Format::Bf16 => values.iter().position(|v| v.is_finite() && bf16_to_f32(f32_to_bf16(*v)).is_infinite()),
-        _ => values.iter().position(|v| !v.is_finite()),
+        _ => {
+            // Eight at a time: all ones in the exponent are what is not finite.
+            let wrong = |v: &f32| v.to_bits() & 0x7f80_0000 == 0x7f80_0000;
+            let eights = values.as_chunks::<8>().0;
+            let fine = eights.iter().take_while(|eight| !eight.iter().fold(false, |any, v| any | wrong(v))).count() * 8;
+            values[fine..].iter().position(wrong).map(|i| fine + i)
+        }
     }
 }
 
-/// Encodes a band of whole rows into its codes and, where the format has them, its separate scales and zero points; `global` is
-/// the factor of NVFP4's scales.
-pub(super) fn encode(
-    format: Format,
-    cols: usize,
-    values: &[f32],
-    codes: &mut [u8],
-    scales: &mut [u8],
-    (zeros, global): (&mut [i16], f32),
-) {
+/// Whole rows that share no scale with others, and where what they become is put.
+pub(super) struct Band<'a> {
+    pub format: Format,
+    pub cols: usize,
+    /// `[rows, cols]`.
+    pub values: &'a [f32],
+    pub codes: &'a mut [u8],
+    /// Separate scales, where the format has them, and zero points.
+    pub scales: &'a mut [u8],
+    pub zeros: &'a mut [i16],
+    /// Factor of NVFP4's scales.
+    pub global: f32,
+}
+
+/// Encodes a band; `weights` has one number per column.
+#[inline(always)]
+pub(super) fn encode<W: Weights>(band: Band<'_>, weights: W) {
+    let Band { format, cols, values, codes, scales, zeros, global } = band;
     match format {
         Format::F32 => copy(values, codes, f32::to_le_bytes),
         Format::F16 => copy(values, codes, |v| half::f16::from_f32(v).to_le_bytes()),
@@ -40,35 +55,36 @@ pub(super) fn encode(
                 fp8(values, s, codes);
             }
         }
-        Format::Int8(group) => {
-            groups(group, cols, values, codes, scales, 1, |v, stored, codes| int8(v, 0, stored, codes))
+        Format::Int8(group) | Format::Int8Offset(group) => {
+            let offset = if matches!(format, Format::Int8(_)) { 0.0 } else { 128.0 };
+            for g in groups(group, cols, values, codes, scales, 1) {
+                let scale = g.scale.put(divisor(amax(g.values), 127.0));
+                store_codes(g.values, g.codes, Nearest::<W::Lanes>::new(1.0 / scale, (-127.0, 127.0), offset));
+            }
         }
-        Format::Int8Offset(group) => {
-            groups(group, cols, values, codes, scales, 1, |v, stored, codes| int8(v, 0x80, stored, codes));
+        // The scale has the sign that gives the largest value code -8, which reaches further than 7.
+        Format::Int4(group) => {
+            for g in groups(group, cols, values, codes, scales, 2) {
+                let scale = g.scale.put(symmetric_scale(g.values, weights.from(g.first), 8));
+                store_nibbles(g.values, g.codes, Nearest::<W::Lanes>::new(1.0 / scale, (-8.0, 7.0), 8.0));
+            }
         }
-        Format::Int4(group) => groups(group, cols, values, codes, scales, 2, int4),
         // Columns of ordered formats come in the order of their groups.
         Format::Int4Asym(group) | Format::Int4Ordered(group) => {
-            let mut zeros = zeros.iter_mut();
-            groups(group, cols, values, codes, scales, 2, |v, stored, codes| {
-                let (scale, zero) = scale_and_zero(v, 15, stored);
-                let code = asymmetric_code(scale, zero, 15.0);
-                for (byte, v) in codes.iter_mut().zip(v.as_chunks::<2>().0) {
-                    *byte = code(v[0]) | code(v[1]) << 4;
-                }
-                zeros.next().into_iter().for_each(|z| *z = zero as i16);
-                scale
-            });
+            for (g, stored) in groups(group, cols, values, codes, scales, 2).zip(zeros) {
+                let (scale, zero) = scale_and_zero(g.values, weights.from(g.first), 15);
+                let scale = g.scale.put(scale);
+                *stored = zero as i16;
+                store_nibbles(g.values, g.codes, Nearest::<W::Lanes>::new(1.0 / scale, (-zero, 15.0 - zero), zero));
+            }
         }
         Format::Int8Asym(group) | Format::Int8Ordered(group) => {
-            let mut zeros = zeros.iter_mut();
-            groups(group, cols, values, codes, scales, 1, |v, stored, codes| {
-                let (scale, zero) = scale_and_zero(v, 255, stored);
-                let code = asymmetric_code(scale, zero, 255.0);
-                codes.iter_mut().zip(v).for_each(|(byte, v)| *byte = code(*v));
-                zeros.next().into_iter().for_each(|z| *z = zero as i16);
-                scale
-            });
+            for (g, stored) in groups(group, cols, values, codes, scales, 1).zip(zeros) {
+                let (scale, zero) = scale_and_zero(g.values, weights.from(g.first), 255);
+                let scale = g.scale.put(scale);
+                *stored = zero as i16;
+                store_codes(g.values, g.codes, Nearest::<W::Lanes>::new(1.0 / scale, (-zero, 255.0 - zero), zero));
+            }
         }
         Format::Mxfp4 => microscaled(
             values,
@@ -93,48 +109,140 @@ pub(super) fn encode(
             },
         ),
         Format::Nvfp4 => nvfp4(values, codes, scales, global),
-        Format::Q8_0 => each(values, codes, blocks::q8_0),
-        Format::Q4_0 => each(values, codes, blocks::q4_0),
-        Format::Q4K => each(values, codes, blocks::q4k),
-        Format::Q5K => each(values, codes, blocks::q5k),
-        Format::Q6K => each(values, codes, blocks::q6k),
-        Format::Q4_1 => each(values, codes, blocks::q4_1),
-        Format::Q5_0 => each(values, codes, blocks::q5_0),
-        Format::Q5_1 => each(values, codes, blocks::q5_1),
-        Format::Q2K => each(values, codes, blocks::q2k),
-        Format::Q3K => each(values, codes, blocks::q3k),
-        Format::Iq4Nl => each(values, codes, blocks::iq4_nl),
-        Format::Iq4Xs => each(values, codes, blocks::iq4_xs),
-        Format::Mxfp4Ggml => each(values, codes, blocks::mxfp4),
-        Format::Iq2Xxs => each(values, codes, grids::iq2_xxs),
-        Format::Iq2Xs => each(values, codes, grids::iq2_xs),
-        Format::Iq2S => each(values, codes, grids::iq2_s),
-        Format::Iq3Xxs => each(values, codes, grids::iq3_xxs),
-        Format::Iq3S => each(values, codes, grids::iq3_s),
-        Format::Iq1S => each(values, codes, grids::iq1_s),
-        Format::Iq1M => each(values, codes, grids::iq1_m),
-        Format::Tq1_0 => each(values, codes, blocks::tq1_0),
-        Format::Tq2_0 => each(values, codes, blocks::tq2_0),
+        Format::Q8_0 => {
+            for (values, _, block) in blocks(values, cols, codes) {
+                blocks::q8_0(values, block);
+            }
+        }
+        Format::Q4_0 => {
+            for (values, first, block) in blocks(values, cols, codes) {
+                blocks::q4_0(values, weights.from(first), block);
+            }
+        }
+        Format::Q4K => {
+            for (values, first, block) in blocks(values, cols, codes) {
+                blocks::q4k(values, weights.from(first), block);
+            }
+        }
+        Format::Q5K => {
+            for (values, first, block) in blocks(values, cols, codes) {
+                blocks::q5k(values, weights.from(first), block);
+            }
+        }
+        Format::Q6K => {
+            for (values, first, block) in blocks(values, cols, codes) {
+                blocks::q6k(values, weights.from(first), block);
+            }
+        }
+        Format::Q4_1 => {
+            for (values, first, block) in blocks(values, cols, codes) {
+                blocks::q4_1(values, weights.from(first), block);
+            }
+        }
+        Format::Q5_0 => {
+            for (values, first, block) in blocks(values, cols, codes) {
+                blocks::q5_0(values, weights.from(first), block);
+            }
+        }
+        Format::Q5_1 => {
+            for (values, first, block) in blocks(values, cols, codes) {
+                blocks::q5_1(values, weights.from(first), block);
+            }
+        }
+        Format::Q2K => {
+            for (values, first, block) in blocks(values, cols, codes) {
+                blocks::q2k(values, weights.from(first), block);
+            }
+        }
+        Format::Q3K => {
+            for (values, first, block) in blocks(values, cols, codes) {
+                blocks::q3k(values, weights.from(first), block);
+            }
+        }
+        Format::Iq4Nl => {
+            for (values, first, block) in blocks(values, cols, codes) {
+                blocks::iq4_nl(values, weights.from(first), block);
+            }
+        }
+        Format::Iq4Xs => {
+            for (values, first, block) in blocks(values, cols, codes) {
+                blocks::iq4_xs(values, weights.from(first), block);
+            }
+        }
+        Format::Mxfp4Ggml => {
+            for (values, _, block) in blocks(values, cols, codes) {
+                blocks::mxfp4(values, block);
+            }
+        }
+        Format::Iq2Xxs => {
+            for (values, _, block) in blocks(values, cols, codes) {
+                grids::iq2_xxs(values, block);
+            }
+        }
+        Format::Iq2Xs => {
+            for (values, _, block) in blocks(values, cols, codes) {
+                grids::iq2_xs(values, block);
+            }
+        }
+        Format::Iq2S => {
+            for (values, _, block) in blocks(values, cols, codes) {
+                grids::iq2_s(values, block);
+            }
+        }
+        Format::Iq3Xxs => {
+            for (values, _, block) in blocks(values, cols, codes) {
+                grids::iq3_xxs(values, block);
+            }
+        }
+        Format::Iq3S => {
+            for (values, _, block) in blocks(values, cols, codes) {
+                grids::iq3_s(values, block);
+            }
+        }
+        Format::Iq1S => {
+            for (values, _, block) in blocks(values, cols, codes) {
+                grids::iq1_s(values, block);
+            }
+        }
+        Format::Iq1M => {
+            for (values, _, block) in blocks(values, cols, codes) {
+                grids::iq1_m(values, block);
+            }
+        }
+        Format::Tq1_0 => {
+            for (values, _, block) in blocks(values, cols, codes) {
+                blocks::tq1_0(values, block);
+            }
+        }
+        Format::Tq2_0 => {
+            for (values, _, block) in blocks(values, cols, codes) {
+                blocks::tq2_0(values, block);
+            }
+        }
     }
 }
 
+#[inline(always)]
 fn copy<const N: usize>(values: &[f32], codes: &mut [u8], bytes: impl Fn(f32) -> [u8; N]) {
     for (&v, code) in values.iter().zip(codes.as_chunks_mut::<N>().0) {
         *code = bytes(v);
     }
 }
 
-fn each<const COLS: usize, const BYTES: usize>(
-    values: &[f32],
-    codes: &mut [u8],
-    block: impl Fn(&[f32; COLS], &mut [u8; BYTES]),
-) {
-    for (values, codes) in values.as_chunks().0.iter().zip(codes.as_chunks_mut().0) {
-        block(values, codes);
-    }
+/// Each block of each row, the number of its first column, and where its bytes are put.
+#[inline(always)]
+fn blocks<'a, const COLS: usize, const BYTES: usize>(
+    values: &'a [f32],
+    cols: usize,
+    codes: &'a mut [u8],
+) -> impl Iterator<Item = (&'a [f32; COLS], usize, &'a mut [u8; BYTES])> {
+    let per_row = (cols / COLS).max(1);
+    let all = values.as_chunks().0.iter().zip(codes.as_chunks_mut().0).enumerate();
+    all.map(move |(i, (values, codes))| (values, i % per_row * COLS, codes))
 }
 
 /// Largest magnitude.
+#[inline(always)]
 pub(super) fn amax(values: &[f32]) -> f32 {
     let (chunks, rest) = values.as_chunks::<8>();
     let mut lanes = [0f32; 8];
@@ -158,11 +266,13 @@ pub(super) fn column_amax(values: &[f32], cols: usize) -> Vec<f32> {
 }
 
 /// The scale that maps `amax` to `largest`; 1 for values so small that they count as zero.
+#[inline(always)]
 pub(super) fn divisor(amax: f32, largest: f32) -> f32 {
     let s = amax / largest;
     if s.is_normal() { s } else { 1.0 }
 }
 
+#[inline(always)]
 fn fp8(values: &[f32], scale: f32, codes: &mut [u8]) {
     for (code, v) in codes.iter_mut().zip(values) {
         *code = f32_to_e4m3(v / scale);
@@ -170,6 +280,7 @@ fn fp8(values: &[f32], scale: f32, codes: &mut [u8]) {
 }
 
 /// A band of up to 128 rows: one row of tiles.
+#[inline(always)]
 fn fp8_tiles(cols: usize, values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
     for (tile, scale) in scales.as_chunks_mut::<4>().0.iter_mut().enumerate() {
         let range = tile * TILE..cols.min((tile + 1) * TILE);
@@ -181,60 +292,66 @@ fn fp8_tiles(cols: usize, values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
     }
 }
 
-/// Hands each group of each row to `encode`, with the function that turns a scale into its stored value, and stores it.
-///
-/// Rows are multiples of the group, so that groups of a band follow each other.
-fn groups(
+/// Where a scale is stored: BF16 of groups, F32 of rows.
+struct Stored<'a>(&'a mut [u8]);
+
+impl Stored<'_> {
+    /// Stores a scale, and gives it as it will be read: 1 in place of one that cannot be divided by, whose values count as zero.
+    #[inline(always)]
+    fn put(self, scale: f32) -> f32 {
+        let rounded = if self.0.len() == 2 { bf16_to_f32(f32_to_bf16(scale)) } else { scale };
+        let scale = if rounded.is_normal() && (1.0 / rounded).is_normal() { rounded } else { 1.0 };
+        match self.0.len() {
+            2 => self.0.copy_from_slice(&f32_to_bf16(scale).to_le_bytes()),
+            _ => self.0.copy_from_slice(&scale.to_le_bytes()),
+        }
+        scale
+    }
+}
+
+/// Values of a row that share a scale.
+struct OneGroup<'a> {
+    /// Number of the first column.
+    first: usize,
+    values: &'a [f32],
+    codes: &'a mut [u8],
+    scale: Stored<'a>,
+}
+
+/// The groups of each row. Rows are multiples of the group, so that groups of a band follow each other.
+#[inline(always)]
+fn groups<'a>(
     group: Group,
     cols: usize,
-    values: &[f32],
-    codes: &mut [u8],
-    scales: &mut [u8],
+    values: &'a [f32],
+    codes: &'a mut [u8],
+    scales: &'a mut [u8],
     per_byte: usize,
-    mut encode: impl FnMut(&[f32], fn(f32) -> f32, &mut [u8]) -> f32,
-) {
+) -> impl Iterator<Item = OneGroup<'a>> {
     let size = group.cols(cols).max(1);
+    let (per_row, scale_bytes) = ((cols / size).max(1), if group == Group::Row { 4 } else { 2 });
     let all = values.chunks_exact(size).zip(codes.chunks_exact_mut((size / per_byte).max(1)));
-    match group {
-        Group::Row => {
-            for ((values, codes), scale) in all.zip(scales.as_chunks_mut::<4>().0) {
-                *scale = encode(values, |s| s, codes).to_le_bytes();
-            }
+    all.zip(scales.chunks_exact_mut(scale_bytes)).enumerate().map(move |(i, ((values, codes), scale))| OneGroup {
+        first: i % per_row * size,
+        values,
+        codes,
+        scale: Stored(scale),
+    })
+}
+
+/// Stores codes two to a byte, the even one low.
+#[inline(always)]
+fn store_nibbles<L: Lanes>(values: &[f32], codes: &mut [u8], integer: impl Round<L> + Copy) {
+    let mut bytes = [0; 32];
+    for (values, codes) in values.chunks(32).zip(codes.chunks_mut(16)) {
+        store_codes(values, &mut bytes[..values.len()], integer);
+        for (code, pair) in codes.iter_mut().zip(bytes.as_chunks::<2>().0) {
+            *code = pair[0] | pair[1] << 4;
         }
-        Group::Of(_) => {
-            for ((values, codes), scale) in all.zip(scales.as_chunks_mut::<2>().0) {
-                *scale = f32_to_bf16(encode(values, |s| bf16_to_f32(f32_to_bf16(s)), codes)).to_le_bytes();
-            }
-        }
     }
 }
 
-fn int8(values: &[f32], flip: u8, stored: fn(f32) -> f32, codes: &mut [u8]) -> f32 {
-    let scale = stored(divisor(amax(values), 127.0));
-    let inverse = 1.0 / scale;
-    for (code, v) in codes.iter_mut().zip(values) {
-        *code = nearest(v * inverse).clamp(-127.0, 127.0) as i32 as i8 as u8 ^ flip;
-    }
-    scale
-}
-
-fn int4(values: &[f32], stored: fn(f32) -> f32, codes: &mut [u8]) -> f32 {
-    let scale = symmetric_scale(values, 8, false);
-    let scale = stored(if scale.is_normal() { scale } else { 1.0 });
-    let inverse = 1.0 / scale;
-    let code = |v: f32| (nearest(v * inverse).clamp(-8.0, 7.0) + 8.0) as i32 as u8;
-    for (byte, v) in codes.iter_mut().zip(values.as_chunks::<2>().0) {
-        *byte = code(v[0]) | code(v[1]) << 4;
-    }
-    scale
-}
-
-/// The code in `0..=top` of a value, with a group's scale and zero point.
-fn asymmetric_code(scale: f32, zero: f32, top: f32) -> impl Fn(f32) -> u8 {
-    let inverse = 1.0 / scale;
-    move |v| (nearest(v * inverse) + zero).clamp(0.0, top) as i32 as u8
-}
-
+#[inline(always)]
 fn nvfp4(values: &[f32], codes: &mut [u8], scales: &mut [u8], global: f32) {
     let groups = values.as_chunks::<{ mx::NV_COLS }>().0.iter().zip(codes.as_chunks_mut::<{ mx::NV_COLS / 2 }>().0);
     for ((values, codes), scale) in groups.zip(scales) {
@@ -260,6 +377,7 @@ fn nvfp4(values: &[f32], codes: &mut [u8], scales: &mut [u8], global: f32) {
 
 /// Groups of 32 with a power of two as scale. `top` is the exponent of the largest value that codes have; `round` takes a value to
 /// the nearest of them, `store` writes the codes of a group.
+#[inline(always)]
 fn microscaled(
     values: &[f32],
     codes: &mut [u8],

@@ -1,6 +1,6 @@
 //! GGUF files, v2 and v3, whole or split.
 
-mod header;
+pub(crate) mod header;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -215,8 +215,13 @@ impl GgufSource {
         Some((name, t, fused, nth))
     }
 
-    /// A layer without any expert tensor may only be a dense one.
+    /// A layer without any expert tensor may only be a dense one. In a file with nothing but experts, the first layers may not be there.
     fn is_dense_layer(&self, layer: usize) -> bool {
+        let there = |i: usize| self.tensors.keys().any(|n| n.starts_with(&format!("blk.{i}.")));
+        let nothing_yet = !self.tensors.contains_key("token_embd.weight") && !(0..=layer).any(there);
+        if nothing_yet && (layer + 1..self.blocks).any(there) {
+            return true;
+        }
         let has = |what: &str| self.tensors.contains_key(&format!("blk.{layer}.ffn_{what}.weight"));
         has("up") && !["gate_exps", "up_exps", "gate_up_exps", "down_exps", "up.0"].into_iter().any(has)
     }

@@ -17,6 +17,7 @@ pub(crate) mod map;
 pub mod metadata;
 pub(crate) mod model;
 pub mod names;
+pub mod parts;
 pub mod safetensors;
 pub mod synthetic;
 

@@ -10,6 +10,7 @@
 //! Two environment variables switch tests only: `KT_ISA=avx512` caps the tier, `KT_REQUIRE=avx512bf16,amx` turns a tier
 //! that would be skipped into a failure.
 
+mod device;
 mod naive;
 
 use std::sync::Arc;
@@ -27,6 +28,7 @@ use crate::source::WeightSource;
 use crate::source::synthetic::{SyntheticBuilder, SyntheticSource};
 use crate::work::{Hidden, Spent, Work};
 
+pub use device::{Fault, TestDevice};
 pub use naive::Naive;
 
 /// Deterministic random numbers (splitmix64): for test data, not for statistics.
@@ -237,6 +239,7 @@ fn load(
         progress: Arc::<Progress>::default(),
         huge_pages: Default::default(),
         cache: None,
+        replaceable: false,
     };
     backend.load(&source.layers()[0], experts, source, &context)
 }
@@ -329,6 +332,11 @@ pub fn conformance<B: Backend>(backend: impl Fn(Tier) -> Result<B, Unsupported>)
                 case.check_poison(&label, &mut failures);
                 if many_rows {
                     same_bits(&backend, &source, &teams, &label, &mut failures);
+                    if let Err(why) = replacing(&backend, &source, &team, &label, &mut failures)
+                        && !declined.contains(&why)
+                    {
+                        declined.push(why);
+                    }
                     two_banks(&backend, &source, &naive, &team, bound(&fit), &label, &mut failures);
                     activations(&backend, format, shape, &team, bound(&fit), &label, &mut failures);
                 }
@@ -415,6 +423,51 @@ fn same_bits(
             Ok(_) => {}
         }
     }
+}
+
+/// An expert that took another's place gives the bits that it gives where it was loaded. Banks need not be able to: then the reason comes back.
+fn replacing(
+    backend: &dyn Backend,
+    source: &SyntheticSource,
+    team: &Arc<Team>,
+    label: &str,
+    failures: &mut Vec<String>,
+) -> Result<(), String> {
+    let spec = &source.layers()[0];
+    let (hidden, last) = (spec.hidden, spec.experts as u32 - 1);
+    let context = LoadContext {
+        team: team.clone(),
+        progress: Arc::default(),
+        huge_pages: Default::default(),
+        cache: None,
+        replaceable: true,
+    };
+    let mut random = Random(11);
+    let input = Hidden::F32((0..3 * hidden).map(|_| random.normal()).collect());
+    let run = |bank: &dyn ExpertBank| {
+        bank.run(work(&input, 3, hidden, &[0, 1, 0, 1, 1, 0], &[0.5; 6], 2, 2)).map(|w| w.output)
+    };
+    let load = |experts: &[u32]| backend.load(spec, experts, source, &context);
+    let (bank, fresh) = match (load(&[0, 1]), load(&[last, 1])) {
+        (Ok(bank), Ok(fresh)) => (bank, fresh),
+        (Err(e), _) | (_, Err(e)) => {
+            failures.push(format!("{label}, to be replaced: load: {e}"));
+            return Ok(());
+        }
+    };
+    match bank.replace(0, last, source) {
+        Err(crate::Error::Unsupported(why)) => return Err(format!("to replace experts: {why}")),
+        Err(e) => failures.push(format!("{label}: replace: {e}")),
+        Ok(()) => match (run(&*bank), run(&*fresh)) {
+            (Ok(a), Ok(b)) if a == b => {}
+            (Ok(_), Ok(_)) => failures.push(format!("{label}: an expert has other bits in another's place")),
+            (Err(e), _) | (_, Err(e)) => failures.push(format!("{label}, replaced: {e}")),
+        },
+    }
+    if bank.replace(2, 0, source).is_ok() {
+        failures.push(format!("{label}: an expert was put where there is none"));
+    }
+    Ok(())
 }
 
 fn two_banks(

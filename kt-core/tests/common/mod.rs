@@ -5,10 +5,14 @@
 pub mod gguf;
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
+use kt_core::convert::{Container, Conversion, Options};
+use kt_core::quantize::recode;
 use kt_core::source::safetensors::SafetensorsSource;
-use kt_core::{Proj, Result};
+use kt_core::{Format, Progress, Proj, Result, WeightSource, open};
 use serde_json::{Value, json};
 
 pub const HIDDEN: usize = 32;
@@ -50,6 +54,38 @@ pub fn refused<T>(outcome: Result<T>, wants: &[&str]) {
     };
     for want in wants {
         assert!(text.contains(want), "`{want}` is not in: {text}");
+    }
+}
+
+/// Converts a source's experts and nothing else, to each of these formats (`None`: as they are): their values are what the encoder makes
+/// of the source's.
+#[track_caller]
+pub fn converts_experts(source: &Arc<dyn WeightSource>, container: Container, formats: &[Option<Format>]) {
+    static COUNT: AtomicUsize = AtomicUsize::new(0);
+    let dir = Dir::new(&format!("experts-{}", COUNT.fetch_add(1, Ordering::Relaxed)));
+    for (i, format) in formats.iter().enumerate() {
+        let output = dir.0.join(match container {
+            Container::Safetensors => format!("{i}"),
+            Container::Gguf => format!("{i}.gguf"),
+        });
+        let options =
+            Options { experts: format.map(|f| [f; 3]), experts_only: true, ..Options::new(container, Format::F32) };
+        let conversion = Conversion::plan(source.clone(), &output, options).unwrap();
+        conversion.write(&Progress::default()).unwrap().publish(None).unwrap();
+        let written = open(&output).unwrap();
+        assert!(written.tensors().is_empty());
+        assert_eq!(source.layers().len(), written.layers().len());
+        for (spec, out) in source.layers().iter().zip(written.layers()) {
+            assert_eq!((spec.index, spec.experts, spec.biases), (out.index, out.experts, out.biases));
+            for (expert, proj) in (0..spec.experts).flat_map(|e| Proj::ALL.map(|p| (e, p))) {
+                let before = source.matrix(spec.index, expert, proj).unwrap();
+                let due = recode(&before, format.unwrap_or(before.format())).unwrap();
+                let got = written.matrix(spec.index, expert, proj).unwrap();
+                assert!(got.decode() == due.decode(), "layer {}, expert {expert}, {proj:?} in {format:?}", spec.index);
+                let bias = |s: &dyn WeightSource| s.bias(spec.index, expert, proj).unwrap();
+                assert_eq!(bias(&**source), bias(&*written));
+            }
+        }
     }
 }
 

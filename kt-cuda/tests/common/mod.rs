@@ -1,0 +1,147 @@
+//! A driver without a GPU, compiled for these tests: see `fake/libcuda.cpp`.
+
+#![allow(unsafe_code)] // the fake's own functions
+#![allow(dead_code)] // each test file uses some
+
+use std::ffi::{CString, c_char, c_int, c_long, c_void};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Mutex;
+
+use kt_cuda::{Builder, CudaBackend};
+
+/// Compiles `fake/{name}.cpp` as a shared library; `None`, said aloud, where there is no C++ compiler for x86-64. `KT_REQUIRE=g++` says that there must be one.
+pub fn compiled(name: &str) -> Option<PathBuf> {
+    static MADE: Mutex<Vec<(String, Option<PathBuf>)>> = Mutex::new(Vec::new());
+    let mut made = MADE.lock().unwrap_or_else(|e| e.into_inner());
+    if let Some((_, path)) = made.iter().find(|(n, _)| n == name) {
+        return path.clone();
+    }
+    // What was compiled of the same sources before is taken again.
+    let crate_dir = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut files: Vec<PathBuf> = ["kernels", "tests/fake"]
+        .iter()
+        .flat_map(|dir| std::fs::read_dir(crate_dir.join(dir)).expect("the crate's sources"))
+        .map(|file| file.expect("the crate's sources").path())
+        .filter(|file| file.is_file())
+        .collect();
+    files.sort();
+    let mut sources = include_bytes!("mod.rs").to_vec();
+    files.iter().for_each(|f| sources.extend(std::fs::read(f).expect("the crate's sources")));
+    let hash = xxhash_rust::xxh3::xxh3_64(&sources);
+    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{hash:016x}.so"));
+    if out.exists() {
+        made.push((name.into(), Some(out.clone())));
+        return Some(out);
+    }
+    let part = out.with_extension(format!("{}.part", std::process::id()));
+    let mut command = Command::new("g++");
+    // Else variables of templates would be one for all copies of the library.
+    command.args(["-std=c++17", "-O2", "-ftree-vectorize", "-ffp-contract=off", "-fPIC", "-shared", "-fno-gnu-unique"]);
+    command.args(["-Wall", "-Wno-unknown-pragmas", "-Werror"]).arg("-o").arg(&part);
+    command.arg(crate_dir.join(format!("tests/fake/{name}.cpp")));
+    let path = match (cfg!(all(target_arch = "x86_64", target_os = "linux")), command.output()) {
+        (true, Ok(ran)) => {
+            assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+            std::fs::rename(&part, &out).expect("the library that was compiled");
+            Some(out)
+        }
+        (there, why) => {
+            let why = if there {
+                format!("g++: {}", why.unwrap_err())
+            } else {
+                "kernels are emulated on x86-64 Linux".into()
+            };
+            let required = std::env::var("KT_REQUIRE").unwrap_or_default();
+            assert!(!required.split(',').any(|r| r == "g++"), "{why}, but KT_REQUIRE names it");
+            eprintln!("skipped: {why}");
+            None
+        }
+    };
+    made.push((name.into(), path.clone()));
+    path
+}
+
+/// One test's own driver: a copy of the library, so that its state is nobody else's.
+pub struct Fake {
+    pub path: PathBuf,
+    library: libloading::Library,
+}
+
+impl Drop for Fake {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// The driver, for one test.
+pub fn fake(test: &str) -> Option<Fake> {
+    fake_of("libcuda", test)
+}
+
+/// The library of that name, for one test.
+pub fn fake_of(name: &str, test: &str) -> Option<Fake> {
+    let compiled = compiled(name)?;
+    let path = compiled.with_file_name(format!("{name}-{}-{test}.so", std::process::id()));
+    std::fs::copy(&compiled, &path).expect("a copy of the library");
+    // SAFETY: the library was compiled for this test.
+    let library = unsafe { libloading::Library::new(&path) }.expect("the library that was compiled");
+    Some(Fake { path, library })
+}
+
+impl Fake {
+    fn function<F: Copy>(&self, name: &str) -> F {
+        // SAFETY: each use below names the type that the source has.
+        unsafe { *self.library.get::<F>(name).expect(name) }
+    }
+
+    pub fn set(&self, what: &str, value: i64) {
+        let what = CString::new(what).unwrap();
+        // SAFETY: a text and a number.
+        unsafe {
+            self.function::<unsafe extern "C" fn(*const c_char, c_long)>("fake_set")(what.as_ptr(), value as c_long)
+        }
+    }
+
+    /// After so many more calls, calls of `function` fail with `code`; 0 ends that.
+    pub fn fail(&self, function: &str, after: i64, code: i64) {
+        let function = CString::new(function).unwrap();
+        // SAFETY: a text and two numbers.
+        unsafe {
+            self.function::<unsafe extern "C" fn(*const c_char, c_long, c_long)>("fake_fail")(
+                function.as_ptr(),
+                after as c_long,
+                code as c_long,
+            )
+        }
+    }
+
+    pub fn calls(&self, function: &str) -> i64 {
+        let function = CString::new(function).unwrap();
+        // SAFETY: a text.
+        unsafe { self.function::<unsafe extern "C" fn(*const c_char) -> c_long>("fake_calls")(function.as_ptr()) }
+    }
+
+    /// A number that the fake tells: `fake_live_bytes`, `fake_live_host_bytes`, `fake_products`.
+    pub fn number(&self, what: &str) -> i64 {
+        // SAFETY: takes nothing.
+        unsafe { self.function::<unsafe extern "C" fn() -> c_long>(what)() }
+    }
+
+    /// A function of the driver with up to three arguments, each a pointer or as wide as one.
+    pub fn driver(&self, name: &str, arguments: [*mut c_void; 3]) -> c_int {
+        type Function = unsafe extern "C" fn(*mut c_void, *mut c_void, *mut c_void) -> c_int;
+        let [a, b, c] = arguments;
+        // SAFETY: what the test says; arguments that a function does not have are not looked at.
+        unsafe { self.function::<Function>(name)(a, b, c) }
+    }
+
+    /// The backend on device 0, with the PTX that comes with the crate.
+    pub fn backend(&self) -> CudaBackend {
+        self.builder().nvrtc("/nowhere/libnvrtc.so").build(0).unwrap_or_else(|e| panic!("{e}"))
+    }
+
+    pub fn builder(&self) -> Builder {
+        kt_cuda::builder().driver(&self.path)
+    }
+}
