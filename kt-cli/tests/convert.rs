@@ -9,11 +9,37 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{data, load};
+use kt::convert::{Container, Conversion, Options};
 use kt::quantize::Requantized;
-use kt::{Format, WeightSource};
+use kt::{Format, Group, Progress, WeightSource};
 use kt_cli::eval::score;
 use kt_cli::host::Tokenizer;
 use kt_cli::model::built_in;
+
+/// What every source can become.
+const OUTPUTS: [&str; 21] = [
+    "bf16",
+    "fp8-block",
+    "fp8-channel",
+    "int8-channel",
+    "int8-g32",
+    "int8-asym-g32",
+    "int4-g32",
+    "int4-g64",
+    "int4-g128",
+    "int4-asym-g32",
+    "int4-asym-g128",
+    "mxfp4",
+    "bf16.gguf",
+    "q8_0.gguf",
+    "q4_0.gguf",
+    "q4_1.gguf",
+    "q5_0.gguf",
+    "q4_k.gguf",
+    "q5_k.gguf",
+    "q6_k.gguf",
+    "mxfp4-ggml.gguf",
+];
 
 /// A directory that is removed with its content.
 struct Dir(PathBuf);
@@ -313,4 +339,55 @@ fn importance_goes_from_run_to_convert() {
     let other = other.to_str().unwrap();
     refused(&[&args[..], &[&file, "--model", other]].concat(), &["importance of layer", "another model"]);
     refused(&[&args[..], &[&dir.at("none")]].concat(), &["none"]);
+}
+
+/// What a format's rounding costs at most, as a root mean square in proportion to the values: a tenth above the table of
+/// `kt-core/CONVERSION.md`, as experts of the reference checkpoints are small and one may be worse.
+fn error_of(format: Format) -> f64 {
+    1.1 * match format {
+        Format::Bf16 => 0.0017,
+        Format::Q8_0 | Format::Int8(Group::Of(_)) | Format::Int8Offset(_) | Format::Int8Asym(_) => 0.0055,
+        Format::Int8(Group::Row) => 0.007,
+        Format::Q6K => 0.0175,
+        Format::Fp8Block | Format::Fp8Channel => 0.0268,
+        Format::Q5K | Format::Q5_0 => 0.0407,
+        Format::Q4K | Format::Q4_1 => 0.0715,
+        Format::Q4_0 | Format::Int4Asym(Group::Of(32)) | Format::Int4(Group::Of(32)) => 0.082,
+        Format::Int4(_) | Format::Int4Asym(_) => 0.1,
+        Format::Mxfp4 | Format::Mxfp4Ggml => 0.115,
+        other => panic!("no bound for {other}"),
+    }
+}
+
+/// Every reference checkpoint in every output format loads and runs: its logits are off those of the source, which are an
+/// independent implementation's, by no more than the rounding of the experts explains.
+#[test]
+fn every_reference_runs_in_every_format() {
+    let dir = Dir::new("pairs");
+    let mut failures = Vec::new();
+    for (checkpoint, name) in common::REFERENCES.iter().flat_map(|c| OUTPUTS.iter().map(move |n| (c, n))) {
+        let path = data("reference").join(checkpoint);
+        let (source, output) = (common::open(&path), dir.at(name));
+        let format: Format = name.trim_end_matches(".gguf").parse().unwrap();
+        let options = Options::new(Container::of(Path::new(&output)), format);
+        let conversion = Conversion::plan(source.clone(), Path::new(&output), options).unwrap();
+        conversion.write(&Progress::default()).unwrap().publish(None).unwrap();
+        let written = kt::open(&output).unwrap();
+        let reference = common::Reference::read(path.join("reference.safetensors"));
+        let model = load(&written, Some("portable"), 64);
+        let off =
+            common::median_relative_rms(&common::logits(&model, &reference.ids), &reference.logits, model.vocabulary());
+        println!("{checkpoint} to {name}: {off:.5}");
+        // Layers outside of experts that the other container has no type for are BF16 there.
+        let crosses = name.ends_with(".gguf") != checkpoint.contains("gguf");
+        let most = 1.5 * error_of(format) + if crosses { 0.006 } else { 0.0 };
+        if off.is_nan() || off > most {
+            failures.push(format!("{checkpoint} to {name}: {off:.4}, above {most:.4}"));
+        }
+        match Path::new(&output).is_dir() {
+            true => std::fs::remove_dir_all(&output).unwrap(),
+            false => std::fs::remove_file(&output).unwrap(),
+        }
+    }
+    assert!(failures.is_empty(), "{failures:#?}");
 }

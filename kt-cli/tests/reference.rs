@@ -2,24 +2,12 @@
 
 mod common;
 
-use common::{Reference, data, greedy, load, logits, max_difference, median_relative_rms, open};
-
-const DIRECTORIES: [&str; 9] = [
-    "qwen3_moe/bf16",
-    "qwen3_moe/fp8_block",
-    "qwen3_moe/rawint4",
-    "qwen3_moe/gguf-Q8_0",
-    "qwen3_moe/gguf-Q6_K",
-    "qwen3_moe/gguf-Q4_K",
-    "deepseek_v3/bf16",
-    "deepseek_v3/fp8_block",
-    "deepseek_v3/rawint4",
-];
+use common::{REFERENCES, Reference, data, greedy, load, logits, max_difference, median_relative_rms, open};
 
 #[test]
 fn portable_gives_the_reference_logits_and_tokens() {
     let mut failures = Vec::new();
-    for directory in DIRECTORIES {
+    for directory in REFERENCES {
         let path = data("reference").join(directory);
         let reference = Reference::read(path.join("reference.safetensors"));
         let source = open(&path);
@@ -42,7 +30,7 @@ fn portable_gives_the_reference_logits_and_tokens() {
 #[test]
 fn the_best_backends_stay_near_the_reference() {
     let mut failures = Vec::new();
-    for directory in DIRECTORIES {
+    for directory in REFERENCES {
         let path = data("reference").join(directory);
         let reference = Reference::read(path.join("reference.safetensors"));
         let source = open(&path);

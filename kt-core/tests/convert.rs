@@ -8,11 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::gguf::Gguf;
-use common::{Dir, refused};
+use common::{Dir, Tensor, refused, tensor};
 use kt_core::convert::{Container, Conversion, Options, verify};
 use kt_core::importance::{Importance, Recorder};
 use kt_core::quantize::{encode, recode, relative_error};
 use kt_core::source::Stored;
+use kt_core::testing::Random;
 use kt_core::{Error, Format, Group, LayerSpec, Matrix, Metadata, Progress, Proj, Result, Routing, WeightSource, open};
 
 const REFERENCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/reference");
@@ -30,7 +31,7 @@ const SOURCES: [&str; 9] = [
     "deepseek_v3/rawint4",
 ];
 
-const DIRECTORY: [Format; 13] = [
+const DIRECTORY: [Format; 14] = [
     Format::Bf16,
     Format::Fp8Block,
     Format::Fp8Channel,
@@ -44,6 +45,7 @@ const DIRECTORY: [Format; 13] = [
     Format::Int8Offset(Group::Of(128)),
     Format::Int8Asym(Group::Of(32)),
     Format::Mxfp4,
+    Format::Mxfp8,
 ];
 
 const GGUF: [Format; 9] = [
@@ -251,6 +253,66 @@ fn experts_alone_and_kept_formats() {
         check_experts(&*source, &*written, source.layers()[0].formats[0]);
         std::fs::remove_dir_all(&output).unwrap();
     }
+}
+
+/// NVFP4 of random codes and scales, spelled as compressed-tensors or ModelOpt do.
+fn nvfp4(base: &str, rows: usize, cols: usize, modelopt: bool, random: &mut Random) -> Vec<Tensor> {
+    let [codes, scale, global, input] = match modelopt {
+        true => ["weight", "weight_scale", "weight_scale_2", "input_scale"],
+        false => ["weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"],
+    };
+    let mut named = |suffix: &str, kind, shape: &[usize], byte: &mut dyn FnMut(&mut Random) -> u8| {
+        let mut t = tensor(format!("{base}.{suffix}"), kind, shape);
+        t.bytes.iter_mut().for_each(|b| *b = byte(random));
+        t
+    };
+    let codes = named(codes, "U8", &[rows, cols / 2], &mut |r| r.bits() as u8);
+    let scale = named(scale, "F8_E4M3", &[rows, cols / 16], &mut |r| 0x20 + r.below(0x40) as u8);
+    let mut all = vec![codes, scale, tensor(format!("{base}.{global}"), "F32", &[1])];
+    all[2].bytes = (if modelopt { 0.001_2f32 } else { 877.3 }).to_le_bytes().to_vec();
+    all.push(tensor(format!("{base}.{input}"), "F32", &[1]));
+    all
+}
+
+#[test]
+fn nvfp4_is_kept_however_it_is_spelled() {
+    let dir = Dir::new("convert-nvfp4");
+    for modelopt in [false, true] {
+        let random = std::cell::RefCell::new(Random(5));
+        let linear = |n: &str, r, c| nvfp4(n, r, c, modelopt, &mut random.borrow_mut());
+        let mut tensors = common::model(linear);
+        tensors.extend(linear("model.layers.0.self_attn.q_proj", 96, 64));
+        let path = dir.0.join(format!("source-{modelopt}"));
+        std::fs::create_dir_all(&path).unwrap();
+        std::fs::write(path.join("config.json"), common::config().to_string()).unwrap();
+        std::fs::write(path.join("model.safetensors"), common::safetensors(&tensors)).unwrap();
+        let source = open(&path).unwrap();
+        for (i, experts) in [None, Some(Format::Int8(Group::Of(32)))].into_iter().enumerate() {
+            let output = dir.0.join(format!("{modelopt}-{i}"));
+            let with = Options { experts: experts.map(|f| [f; 3]), ..options(&output, Format::F32) };
+            let written = convert(&source, &output, with);
+            // A factor becomes a divisor, and the last bit of a product may differ from that of a quotient.
+            let near = |a: &Matrix, b: &Matrix| {
+                assert_eq!((a.format(), b.format()), (Format::Nvfp4, Format::Nvfp4));
+                let (a, b) = (a.decode(), b.decode());
+                assert!(a.iter().zip(&b).all(|(a, b)| if modelopt { (a - b).abs() <= 2e-7 * a.abs() } else { a == b }));
+            };
+            let q = "model.layers.0.self_attn.q_proj.weight";
+            near(&source.tensor(q).unwrap(), &written.tensor(q).unwrap());
+            match experts {
+                Some(format) => check_experts(&*source, &*written, format),
+                None => near(&source.matrix(0, 1, Proj::Up).unwrap(), &written.matrix(0, 1, Proj::Up).unwrap()),
+            }
+            let config = std::fs::read_to_string(output.join("config.json")).unwrap();
+            assert!(config.contains("nvfp4-pack-quantized"), "{config}");
+            assert!(!written.tensors().iter().any(|n| n.contains("input")), "{:?}", written.tensors());
+            verify(&output, &Progress::default()).unwrap();
+        }
+    }
+    // To make it takes a whole matrix at once.
+    let output = dir.0.join("made");
+    let made = Conversion::plan(reference("qwen3_moe/bf16"), &output, options(&output, Format::Nvfp4));
+    refused(made.map(|_| ()), &["NVFP4", "choose another format"]);
 }
 
 /// A source whose matrices cannot be read any more after some of them.

@@ -11,6 +11,19 @@ use std::sync::Arc;
 use kt::WeightSource;
 use kt_cli::host::{Cache, Model, ModelConfig, Rows, Sampler};
 
+/// The reference checkpoints, below `reference`.
+pub const REFERENCES: [&str; 9] = [
+    "qwen3_moe/bf16",
+    "qwen3_moe/fp8_block",
+    "qwen3_moe/rawint4",
+    "qwen3_moe/gguf-Q8_0",
+    "qwen3_moe/gguf-Q6_K",
+    "qwen3_moe/gguf-Q4_K",
+    "deepseek_v3/bf16",
+    "deepseek_v3/fp8_block",
+    "deepseek_v3/rawint4",
+];
+
 /// A path below `tests/data`.
 pub fn data(path: &str) -> PathBuf {
     PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data")).join(path)

@@ -124,10 +124,17 @@ fn scheme(format: Format) -> (&'static str, Value, Value) {
             ("float-quantized", weights, inputs)
         }
         Format::Fp8Channel => ("float-quantized", weights(8, "float", true, "channel", None), per_token("float")),
+        Format::Nvfp4 => {
+            let mut weights = weights(4, "float", true, "tensor_group", Some(16));
+            weights["scale_dtype"] = json!("torch.float8_e4m3fn");
+            ("nvfp4-pack-quantized", weights, Value::Null)
+        }
         _ => {
-            let mut weights = weights(4, "float", true, "group", Some(32));
+            let (bits, layout) =
+                if format == Format::Mxfp8 { (8, "mxfp8-quantized") } else { (4, "mxfp4-pack-quantized") };
+            let mut weights = weights(bits, "float", true, "group", Some(32));
             weights["scale_dtype"] = json!("torch.uint8");
-            ("mxfp4-pack-quantized", weights, Value::Null)
+            (layout, weights, Value::Null)
         }
     }
 }

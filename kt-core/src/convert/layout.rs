@@ -34,9 +34,14 @@ pub enum Naming {
 pub fn fits_safetensors(format: Format) -> bool {
     match format {
         Format::F32 | Format::F16 | Format::Bf16 => true,
-        Format::Fp8Block | Format::Fp8Channel | Format::Mxfp4 => true,
+        Format::Fp8Block | Format::Fp8Channel | Format::Mxfp4 | Format::Mxfp8 | Format::Nvfp4 => true,
         _ => format.group().is_some(),
     }
+}
+
+/// Whether a format is kept and not made, as making it takes all of a matrix at once, or an order of its columns.
+pub fn is_kept_only(format: Format) -> bool {
+    format.is_ordered() || format == Format::Nvfp4
 }
 
 /// The tensors of the linear layer `base` `[rows, cols]`: codes first, then what [`tail`] gives, in its order.
@@ -85,9 +90,14 @@ pub fn entries(
         Format::Fp8Block if naming == Naming::Fp8 => {
             vec![entry("weight", "F8_E4M3", vec![rows, cols], 1), scale("weight_scale_inv")]
         }
-        Format::Fp8Block | Format::Fp8Channel => {
+        Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => {
             vec![entry("weight", "F8_E4M3", vec![rows, cols], 1), scale("weight_scale")]
         }
+        Format::Nvfp4 => vec![
+            entry("weight_packed", "U8", vec![rows, row_bytes], 1),
+            scale("weight_scale"),
+            entry("weight_global_scale", "F32", vec![1], 4),
+        ],
         Format::Mxfp4 => vec![entry("weight_packed", "U8", vec![rows, row_bytes], 1), scale("weight_scale")],
         _ => return Err(format!("a Hugging Face directory cannot hold {format}")),
     })
@@ -114,6 +124,8 @@ pub struct Sides {
     pub scales: Vec<u8>,
     pub zeros: Vec<i16>,
     pub column_groups: Vec<u32>,
+    /// What all scales of NVFP4 are divided by.
+    pub divisor: Option<f32>,
 }
 
 impl Sides {
@@ -142,6 +154,7 @@ impl Sides {
             }
         }
         sides.column_groups = matrix.column_groups().unwrap_or_default().to_vec();
+        sides.divisor = (matrix.format() == Format::Nvfp4).then(|| held.divisor());
         Ok(sides)
     }
 
@@ -150,6 +163,7 @@ impl Sides {
         self.scales.extend(next.scales);
         self.zeros.extend(next.zeros);
         self.column_groups = next.column_groups;
+        self.divisor = next.divisor;
     }
 }
 
@@ -172,6 +186,7 @@ pub fn tail(format: Format, (rows, cols): (usize, usize), sides: Sides) -> Vec<u
         tail.extend([rows, cols].into_iter().flat_map(|n| (n as u32).to_le_bytes()));
     }
     tail.extend(sides.scales);
+    tail.extend(sides.divisor.iter().flat_map(|d| d.to_le_bytes()));
     tail
 }
 

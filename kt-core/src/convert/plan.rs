@@ -269,7 +269,7 @@ impl<'a> Planner<'a> {
         }
         let fits = |f: Format| match d.role {
             _ if gguf => Kind::holding(f).is_some(),
-            Role::Linear => layout::fits_safetensors(f) && (!f.is_ordered() || f == held),
+            Role::Linear => layout::fits_safetensors(f) && (!layout::is_kept_only(f) || f == held),
             _ => is_plain(f),
         };
         let (wanted, cols) = (asked.unwrap_or(held), d.shape.last().copied().unwrap_or(1));
@@ -308,8 +308,7 @@ impl<'a> Planner<'a> {
             Container::Gguf => Kind::holding(wanted).is_some(),
             Container::Safetensors => layout::fits_safetensors(wanted),
         };
-        // What needs to see all of a matrix at once, or the order of its columns, is kept and not made.
-        if !fits || wanted.is_ordered() && layer.format(proj) != wanted {
+        if !fits || layout::is_kept_only(wanted) && layer.format(proj) != wanted {
             let container = self.options.container.name();
             let what = format!("experts cannot be written as {wanted} in {container}; choose another format for them");
             return Err(Error::Invalid(what));
@@ -787,7 +786,9 @@ fn scales_of(matrix: &Matrix, format: Format) -> ScaleType {
 /// the like, which go with their layer.
 fn layer_of(name: &str, all: &BTreeSet<String>) -> Option<Option<String>> {
     const CODES: [&str; 3] = ["weight", "weight_packed", "qweight"];
-    const MORE: [&str; 3] = ["weight_shape", "weight_global_scale", "weight_scale_2"];
+    // Outputs do not say how inputs are rounded, so the scales for that are left behind.
+    const MORE: [&str; 5] =
+        ["weight_shape", "weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale"];
     let Some((base, suffix)) = name.rsplit_once('.') else { return Some(None) };
     if CODES.contains(&suffix) {
         return Some(Some(base.to_owned()));

@@ -499,6 +499,19 @@ impl Scales {
         }
     }
 
+    /// What all E4M3 scales are divided by: the nearest number where they are multiplied.
+    pub fn divisor(&self) -> f32 {
+        match self.global {
+            Global::Over(v) => v,
+            Global::Times(v) => {
+                let near = 1.0 / v;
+                // Rounded twice, it may be one off where another is exact.
+                let exact = [near, near.next_up(), near.next_down()].into_iter().find(|d| 1.0 / d == v);
+                exact.unwrap_or(near)
+            }
+        }
+    }
+
     /// The scale at `[row, col]` of the scale tensor.
     #[inline]
     pub fn get(&self, row: usize, col: usize) -> f32 {
