@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use bytes::Bytes;
 use kt_core::backend::{Backend, ExpertBank, LoadContext};
@@ -10,11 +11,13 @@ use kt_core::cpu::CpuBackend;
 use kt_core::cpu::portable::Portable;
 use kt_core::cpu::team::Team;
 use kt_core::cpu::tier::Tier;
+use kt_core::placement::{Capacity, LiveOptions, PlacementOptions, Stream};
 use kt_core::plugin::{self, Why};
 use kt_core::source::synthetic::SyntheticSource;
-use kt_core::testing::{Random, teams};
+use kt_core::testing::{Random, TestDevice, teams};
 use kt_core::{
-    Batch, Candidate, Error, Format, Group, LayerSpec, LoadOptions, Matrix, Progress, RuntimeBuilder, WeightSource,
+    Batch, Candidate, Error, Format, Group, LayerSpec, LoadOptions, Matrix, Metadata, Progress, Proj, Routing,
+    RuntimeBuilder, WeightSource,
 };
 
 fn work_dir() -> PathBuf {
@@ -110,7 +113,7 @@ fn batch(tokens: usize) -> Batch {
 /// The conformance suite, across the boundary.
 fn suite(name: &str) {
     let plugin = plugin::load(plugin(name)).unwrap();
-    assert_eq!((plugin.name(), plugin.version()), (name, (1, 0)));
+    assert_eq!((plugin.name(), plugin.version()), (name, (1, 1)));
     assert_eq!(plugin.build(), "kt-test-plugins 0.1.0");
     kt_core::testing::conformance(|tier| plugin.backend(tier));
 }
@@ -128,6 +131,134 @@ fn a_kernel_that_packs_passes_the_suite_as_a_plugin() {
 #[test]
 fn the_plugin_of_the_architecture_passes_the_suite() {
     suite("scalar");
+}
+
+/// What a run on a device gives: every output, and what was told of it.
+fn on_a_device(builder: RuntimeBuilder) -> (Vec<Vec<f32>>, Vec<String>) {
+    let source: Arc<dyn WeightSource> = Arc::new(source(Format::Bf16));
+    let devices = vec![("device:0".into(), Capacity::bytes(2 * 3 * 128 * 256 * 2))];
+    let placement = PlacementOptions { devices, live: true, stream: Stream::From(16), ..Default::default() };
+    let options = LoadOptions { placement, ..Default::default() };
+    let runtime = builder.threads(2).build().unwrap();
+    let plan = runtime.plan_with(&*source, &options).unwrap();
+    let experts = runtime.load_shared(&source, options).unwrap();
+    let mut told = vec![format!("{:?} {:?}", plan.devices, plan.layers), format!("{:?}", experts.placement())];
+    let run = |tokens: usize| {
+        let mut batch = batch(tokens);
+        experts.layer(0).unwrap().forward(&mut batch).unwrap();
+        batch.into_output()
+    };
+    let mut outputs = vec![run(1), run(7), run(40)];
+    // Tokens that take the last two experts only bring those to the device.
+    let mut live = experts.live(LiveOptions::default()).unwrap();
+    let mut hot = Batch::new(40, vec![0.5; 40 * 128], [3, 4].repeat(40), vec![0.5; 80]).unwrap();
+    experts.layer(0).unwrap().forward(&mut hot).unwrap();
+    let swaps = experts.rebalance(&mut live, Duration::from_secs(1)).unwrap();
+    assert!(!swaps.is_empty());
+    told.push(format!("{swaps:?} {:?}", experts.placement()));
+    outputs.extend([run(1), run(7), run(40)]);
+    (outputs, told)
+}
+
+#[test]
+fn a_device_is_the_same_linked_and_as_a_plugin() {
+    let device = TestDevice::new("device:0", 64 << 20).unwrap();
+    let here = on_a_device(RuntimeBuilder::new(linked).with_backend(device.clone()));
+    assert!(device.uploads() >= 5 + 2, "streamed, and replaced");
+    let there = on_a_device(RuntimeBuilder::new(linked).plugin(plugin("device")));
+    assert_eq!(here.1, there.1);
+    assert!(here.0 == there.0, "other bits");
+}
+
+/// A source whose last expert cannot be read.
+struct Torn(SyntheticSource);
+
+impl WeightSource for Torn {
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    fn layers(&self) -> &[LayerSpec] {
+        self.0.layers()
+    }
+
+    fn matrix(&self, layer: usize, expert: usize, proj: Proj) -> kt_core::Result<Matrix> {
+        match expert {
+            4 => Err(Error::tensor("torn.safetensors", "experts.4", "the file ends before it")),
+            _ => self.0.matrix(layer, expert, proj),
+        }
+    }
+
+    fn bias(&self, layer: usize, expert: usize, proj: Proj) -> kt_core::Result<Option<Vec<f32>>> {
+        self.0.bias(layer, expert, proj)
+    }
+
+    fn tensor_name(&self, layer: usize, expert: usize, proj: Proj) -> (PathBuf, String) {
+        self.0.tensor_name(layer, expert, proj)
+    }
+
+    fn metadata(&self) -> &Metadata {
+        self.0.metadata()
+    }
+
+    fn routing(&self, layer: usize) -> Option<Routing> {
+        self.0.routing(layer)
+    }
+
+    fn tensors(&self) -> Vec<String> {
+        self.0.tensors()
+    }
+
+    fn tensor(&self, name: &str) -> kt_core::Result<Matrix> {
+        self.0.tensor(name)
+    }
+
+    fn dense_bytes(&self) -> u64 {
+        self.0.dense_bytes()
+    }
+}
+
+#[test]
+fn sources_fail_across_the_boundary_with_their_own_words() {
+    let backend = plugin::load(plugin("device")).unwrap().backend(Tier::Amx).unwrap();
+    let torn: Arc<dyn WeightSource> = Arc::new(Torn(source(Format::Bf16)));
+    let spec = torn.layers()[0].clone();
+    let context = LoadContext { replaceable: true, ..context() };
+    let bank = backend.load(&spec, &[0, 1], &*torn, &context).unwrap();
+    let words = "torn.safetensors: tensor `experts.4`: the file ends before it";
+    let is_torn =
+        |error: Error| assert!(!matches!(&error, Error::Backend { .. }) && error.to_string() == words, "{error}");
+    is_torn(bank.replace(1, 4, &*torn).unwrap_err());
+    bank.replace(1, 3, &*torn).unwrap();
+    let rows = |expert| kt_core::work::ExpertRows { local: expert, rows: 0..1 };
+    is_torn(backend.stream(&spec, &torn, kt_core::Work { experts: vec![rows(4)], ..work() }).wait().unwrap_err());
+    let streamed = backend.stream(&spec, &torn, kt_core::Work { experts: vec![rows(3)], ..work() }).wait().unwrap();
+    let replaced = bank.run(kt_core::Work { experts: vec![rows(1)], ..work() }).unwrap();
+    assert!(streamed.output == replaced.output && streamed.output.iter().any(|v| *v != 0.0));
+    // Nobody waits: the work ends by itself, and what it uses with it.
+    drop(backend.stream(&spec, &torn, kt_core::Work { experts: vec![rows(3)], ..work() }));
+    drop((bank, backend));
+}
+
+#[test]
+fn plugins_of_the_first_version_have_no_devices() {
+    let plugin = plugin::load(nonsense("first", &[])).unwrap();
+    assert_eq!(plugin.version(), (1, 0));
+    let backend = plugin.backend(Tier::Amx).unwrap();
+    assert_eq!(backend.device(), None);
+    let layer = &source(Format::Bf16).layers()[0].clone();
+    let why = backend.probe_stream(layer).unwrap_err().0;
+    assert!(why.contains("nonsense") && why.contains("ABI 1.0") && why.contains("streaming"), "{why}");
+}
+
+#[test]
+fn devices_that_cannot_be_are_refused() {
+    let why = plugin::load(nonsense("bad_device", &[])).unwrap().backend(Tier::Amx).err().unwrap().0;
+    assert!(why.contains("8 bytes free of a device of 7"), "{why}");
+    let backend = plugin::load(nonsense("no_device", &[])).unwrap().backend(Tier::Amx).unwrap();
+    assert_eq!(backend.device(), None);
+    let why = backend.probe_stream(&source(Format::Bf16).layers()[0].clone()).unwrap_err().0;
+    assert!(why.contains("is broken") && why.contains("to stream through"), "{why}");
 }
 
 #[test]

@@ -30,7 +30,9 @@ pub const MAGIC: u64 = u64::from_le_bytes(*b"kt-plugi");
 /// Versions with another major number cannot talk to each other.
 pub const MAJOR: u32 = 1;
 /// Rises when a table grows.
-pub const MINOR: u32 = 0;
+pub const MINOR: u32 = 1;
+/// Bytes of the table of version 1.0: none has fewer.
+pub const FIRST_TABLE_BYTES: usize = core::mem::offset_of!(Table, device);
 
 /// It worked.
 pub const DONE: u32 = 0;
@@ -143,7 +145,7 @@ pub type Pending = *mut c_void;
 /// A packed matrix outside of experts: an opaque handle of the plugin's.
 pub type Linear = *mut c_void;
 
-/// What a plugin can do. Entries are never null; those beyond [`Handshake::table_bytes`] are not there.
+/// What a plugin can do. Entries of version 1.0 are never null; those beyond [`Handshake::table_bytes`] are not there.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Table {
@@ -187,6 +189,56 @@ pub struct Table {
     >,
     /// Ends a packed matrix.
     pub linear_drop: Option<unsafe extern "C" fn(Linear, *mut Message) -> u32>,
+    /// Since 1.1. The device whose memory holds experts; `given` says whether there is one.
+    pub device: Option<unsafe extern "C" fn(Backend, *mut Device, given: *mut bool, *mut Message) -> u32>,
+    /// Since 1.1. As `load`, of experts that `bank_replace` may replace.
+    pub load_replaceable: Option<
+        unsafe extern "C" fn(
+            Backend,
+            *const Context,
+            *const Layer,
+            experts: *const u32,
+            count: usize,
+            *mut Packed,
+            *mut Message,
+        ) -> u32,
+    >,
+    /// Since 1.1. Puts expert `expert` of the layer in the place of local expert `local`. `load` is for the host's functions, which know this one
+    /// expert, at position 0; valid during the call only. Nothing is submitted to the bank meanwhile.
+    pub bank_replace:
+        Option<unsafe extern "C" fn(Bank, load: *const c_void, local: u32, expert: u32, *mut Message) -> u32>,
+    /// Since 1.1. What `stream` would take for a layer.
+    pub probe_stream: Option<unsafe extern "C" fn(Backend, *const Layer, *mut Streaming, *mut Message) -> u32>,
+    /// Since 1.1. Does work with experts that are brought for this call and not kept: adds to its output. The work names experts by the layer's own
+    /// numbers, which are their positions in `load`; this is for the host's functions, and valid during the call only.
+    pub stream:
+        Option<unsafe extern "C" fn(Backend, load: *const c_void, *const Layer, *const Work, *mut Message) -> u32>,
+}
+
+/// A device whose own memory holds experts.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Device {
+    /// What it is, for people.
+    pub label: Words<124>,
+    /// Its memory.
+    pub total_bytes: u64,
+    /// What of it can be had now.
+    pub free_bytes: u64,
+    /// How fast it reads its memory, bytes per second; 0 where that is not known.
+    pub read_bytes_per_second: f64,
+    /// What a call costs besides the experts' work, in nanoseconds.
+    pub call: u64,
+}
+
+/// What streaming the experts of a layer takes.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Streaming {
+    /// Bytes of the device's memory.
+    pub device_bytes: u64,
+    /// Bytes of the host's memory.
+    pub host_bytes: u64,
 }
 
 /// What is known of a layer.

@@ -14,8 +14,20 @@ use kt_plugin_abi::*;
 pub static KT_PLUGIN: Handshake = Handshake {
     magic: if cfg!(variant = "magic") { 7 } else { MAGIC },
     major: if cfg!(variant = "major") { 2 } else { MAJOR },
-    minor: if cfg!(variant = "major") || cfg!(variant = "minor") { 3 } else { MINOR },
-    table_bytes: if cfg!(variant = "small") { 24 } else { size_of::<Table>() as u64 },
+    minor: if cfg!(variant = "major") || cfg!(variant = "minor") {
+        3
+    } else if cfg!(variant = "first") {
+        0
+    } else {
+        MINOR
+    },
+    table_bytes: if cfg!(variant = "small") {
+        24
+    } else if cfg!(variant = "first") {
+        FIRST_TABLE_BYTES as u64
+    } else {
+        size_of::<Table>() as u64
+    },
     unwinds: if cfg!(variant = "unwinds") { 5 } else { cfg!(panic = "unwind") as u32 },
     reserved: 0,
     name: if cfg!(variant = "null_name") {
@@ -47,7 +59,25 @@ static TABLE: Table = Table {
     linear: Some(linear),
     linear_forward: Some(linear_forward),
     linear_drop: Some(end),
+    device: Some(device),
+    load_replaceable: None,
+    bank_replace: None,
+    probe_stream: Some(probe_stream),
+    stream: None,
 };
+
+/// A device, where `bad_device` is the variant: with more bytes free than it has. Elsewhere none; for `first`, nobody may ask.
+unsafe extern "C" fn device(_: Backend, device: *mut Device, given: *mut bool, _: *mut Message) -> u32 {
+    *given = cfg!(variant = "bad_device") || cfg!(variant = "first");
+    (*device).label.set("big");
+    ((*device).total_bytes, (*device).free_bytes) = (7, 8);
+    DONE
+}
+
+unsafe extern "C" fn probe_stream(_: Backend, _: *const Layer, streaming: *mut Streaming, _: *mut Message) -> u32 {
+    (*streaming).device_bytes = u64::MAX;
+    DONE
+}
 
 fn handle(n: usize) -> *mut c_void {
     n as *mut c_void

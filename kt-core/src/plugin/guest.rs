@@ -83,6 +83,11 @@ impl HostLoad {
         *self.load.write().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
+    /// Goes on with another load of the host's, for what was kept of the first one.
+    fn open(&self, load: *const c_void) {
+        *self.load.write().unwrap_or_else(PoisonError::into_inner) = Some(Pointer(load));
+    }
+
     pub(crate) fn advance(&self, bytes: u64) -> Result<()> {
         self.with(|load| {
             // SAFETY: the load is under way.
@@ -357,15 +362,25 @@ unsafe fn matrix_of(host: Host, view: &abi::Matrix) -> Result<Matrix> {
 }
 
 /// The host's checkpoint, as far as one load may see it.
-struct HostSource<'a> {
-    load: &'a HostLoad,
+struct HostSource {
+    load: Arc<HostLoad>,
     layer: LayerSpec,
-    experts: &'a [u32],
+    experts: Vec<u32>,
     path: PathBuf,
     metadata: Metadata,
 }
 
-impl HostSource<'_> {
+impl HostSource {
+    fn new(load: &Arc<HostLoad>, layer: &LayerSpec, experts: Vec<u32>) -> Self {
+        HostSource {
+            load: load.clone(),
+            layer: layer.clone(),
+            experts,
+            path: "(the host's checkpoint)".into(),
+            metadata: Metadata::HuggingFace(serde_json::Value::Null),
+        }
+    }
+
     /// The place of an expert in the list that is loaded.
     fn place(&self, expert: usize) -> Result<usize> {
         let place = self.experts.iter().position(|&e| e as usize == expert);
@@ -373,7 +388,7 @@ impl HostSource<'_> {
     }
 }
 
-impl WeightSource for HostSource<'_> {
+impl WeightSource for HostSource {
     fn path(&self) -> &Path {
         &self.path
     }
@@ -461,7 +476,7 @@ impl Guest {
     ///
     /// # Safety
     /// - The context is one of the host's, of a call that is under way.
-    unsafe fn context(&self, context: &abi::Context) -> (LoadContext, Arc<HostLoad>) {
+    unsafe fn context(&self, context: &abi::Context, replaceable: bool) -> (LoadContext, Arc<HostLoad>) {
         let load = Arc::new(HostLoad { host: self.host, load: RwLock::new(Some(Pointer(context.load))) });
         let mut teams = self.teams.lock().unwrap_or_else(PoisonError::into_inner);
         teams.retain(|(_, team)| team.strong_count() > 0);
@@ -478,12 +493,15 @@ impl Guest {
             team
         });
         let progress = Arc::new(Progress::of_host(load.clone()));
-        (LoadContext { team, progress, huge_pages: HugePages::default(), cache: None, replaceable: false }, load)
+        (LoadContext { team, progress, huge_pages: HugePages::default(), cache: None, replaceable }, load)
     }
 }
 
 struct GuestBank {
     bank: Box<dyn ExpertBank>,
+    layer: LayerSpec,
+    /// What the bank was loaded by, and loads others by: one at a time.
+    load: Mutex<Arc<HostLoad>>,
 }
 
 struct GuestPending {
@@ -601,6 +619,11 @@ pub const fn table(
         linear: Some(linear),
         linear_forward: Some(linear_forward),
         linear_drop: Some(linear_drop),
+        device: Some(device),
+        load_replaceable: Some(load_replaceable),
+        bank_replace: Some(bank_replace),
+        probe_stream: Some(probe_stream),
+        stream: Some(stream),
     }
 }
 
@@ -667,6 +690,27 @@ impl Drop for Close {
     }
 }
 
+impl Guest {
+    /// # Safety
+    /// - The context is one of the host's, of a call that is under way.
+    unsafe fn load(
+        &self,
+        context: &abi::Context,
+        layer: LayerSpec,
+        experts: &[u32],
+        replaceable: bool,
+    ) -> Result<abi::Packed> {
+        // SAFETY: promised by the caller.
+        let (context, load) = unsafe { self.context(context, replaceable) };
+        let close = Close(load);
+        let from = HostSource::new(&close.0, &layer, experts.to_vec());
+        let bank = self.backend.load(&layer, experts, &from, &context)?;
+        let bytes = bank.packed_bytes();
+        let bank = GuestBank { bank, layer, load: Mutex::new(close.0.clone()) };
+        Ok(abi::Packed { handle: boxed(bank), bytes })
+    }
+}
+
 unsafe extern "C" fn load(
     backend: abi::Backend,
     context: *const abi::Context,
@@ -680,21 +724,101 @@ unsafe extern "C" fn load(
     unsafe {
         answer(message, || {
             let guest = &*backend.cast::<Guest>();
-            let layer = wire::layer_of(&*layer)?;
-            let experts = slice(experts, count);
-            let (context, load) = guest.context(&*context);
-            let close = Close(load);
-            let from = HostSource {
-                load: &close.0,
-                layer: layer.clone(),
-                experts,
-                path: "(the host's checkpoint)".into(),
-                metadata: Metadata::HuggingFace(serde_json::Value::Null),
-            };
-            let bank = guest.backend.load(&layer, experts, &from, &context)?;
-            let bytes = bank.packed_bytes();
-            *packed = abi::Packed { handle: boxed(GuestBank { bank }), bytes };
+            *packed = guest.load(&*context, wire::layer_of(&*layer)?, slice(experts, count), false)?;
             Ok(())
+        })
+    }
+}
+
+unsafe extern "C" fn load_replaceable(
+    backend: abi::Backend,
+    context: *const abi::Context,
+    layer: *const abi::Layer,
+    experts: *const u32,
+    count: usize,
+    packed: *mut abi::Packed,
+    message: *mut abi::Message,
+) -> u32 {
+    // SAFETY: see above.
+    unsafe {
+        answer(message, || {
+            let guest = &*backend.cast::<Guest>();
+            *packed = guest.load(&*context, wire::layer_of(&*layer)?, slice(experts, count), true)?;
+            Ok(())
+        })
+    }
+}
+
+unsafe extern "C" fn device(
+    backend: abi::Backend,
+    device: *mut abi::Device,
+    given: *mut bool,
+    message: *mut abi::Message,
+) -> u32 {
+    // SAFETY: see above.
+    unsafe {
+        answer(message, || {
+            let told = (*backend.cast::<Guest>()).backend.device();
+            given.write(told.is_some());
+            if let Some(told) = &told {
+                device.write(wire::device(told));
+            }
+            Ok(())
+        })
+    }
+}
+
+unsafe extern "C" fn bank_replace(
+    bank: abi::Bank,
+    load: *const c_void,
+    local: u32,
+    expert: u32,
+    message: *mut abi::Message,
+) -> u32 {
+    // SAFETY: see above.
+    unsafe {
+        answer(message, || {
+            let bank = &*bank.cast::<GuestBank>();
+            let kept = bank.load.lock().unwrap_or_else(PoisonError::into_inner);
+            kept.open(load);
+            let close = Close(kept.clone());
+            bank.bank.replace(local, expert, &HostSource::new(&close.0, &bank.layer, vec![expert]))
+        })
+    }
+}
+
+unsafe extern "C" fn probe_stream(
+    backend: abi::Backend,
+    layer: *const abi::Layer,
+    streaming: *mut abi::Streaming,
+    message: *mut abi::Message,
+) -> u32 {
+    // SAFETY: see above.
+    unsafe {
+        answer(message, || {
+            let guest = &*backend.cast::<Guest>();
+            streaming.write(wire::streaming(guest.backend.probe_stream(&wire::layer_of(&*layer)?)?));
+            Ok(())
+        })
+    }
+}
+
+unsafe extern "C" fn stream(
+    backend: abi::Backend,
+    load: *const c_void,
+    layer: *const abi::Layer,
+    work: *const abi::Work,
+    message: *mut abi::Message,
+) -> u32 {
+    // SAFETY: see above.
+    unsafe {
+        answer(message, || {
+            let (guest, layer, work) = (&*backend.cast::<Guest>(), wire::layer_of(&*layer)?, &*work);
+            let close = Close(Arc::new(HostLoad { host: guest.host, load: RwLock::new(Some(Pointer(load))) }));
+            let all = (0..layer.experts as u32).collect();
+            let from: Arc<dyn WeightSource> = Arc::new(HostSource::new(&close.0, &layer, all));
+            let done = guest.backend.stream(&layer, &from, work_of(work)).wait()?;
+            give(&done, work.output, work.tokens * work.hidden, work.spent)
         })
     }
 }
@@ -792,7 +916,7 @@ unsafe extern "C" fn linear(
         answer(message, || {
             let guest = &*backend.cast::<Guest>();
             let matrix = matrix_of(guest.host, &*matrix)?;
-            let (context, load) = guest.context(&*context);
+            let (context, load) = guest.context(&*context, false);
             let _close = Close(load);
             let op = guest.backend.linear(&matrix, &context)?;
             if (op.rows(), op.cols()) != (matrix.rows(), matrix.cols()) {

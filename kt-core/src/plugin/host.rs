@@ -11,7 +11,7 @@ use kt_plugin_abi as abi;
 use memmap2::MmapMut;
 
 use super::wire::{self, answer};
-use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Residence};
+use crate::backend::{Backend, Device, ExpertBank, Fit, LinearOp, LoadContext, Residence, Streaming};
 use crate::cpu::memory::{pages_near, residence};
 use crate::cpu::team::{Region, Team};
 use crate::cpu::tier::Tier;
@@ -61,7 +61,7 @@ pub enum Why {
         minor: u32,
     },
     /// Its table lacks functions.
-    #[error("wanted a table of {} bytes at least, found {found}", size_of::<abi::Table>())]
+    #[error("wanted a table of {} bytes at least, found {found}", abi::FIRST_TABLE_BYTES)]
     SmallTable {
         /// Bytes of its table.
         found: u64,
@@ -108,11 +108,12 @@ impl std::fmt::Debug for Plugin {
 }
 
 macro_rules! entries {
-    ($($name:ident: fn($($argument:ty),*),)*) => {
-        /// The functions of a table, none of them null.
+    ($($name:ident: fn($($argument:ty),*),)*; later: $($later:ident: fn($($type:ty),*),)*) => {
+        /// The functions of a table: none null of those that all have, those that came later where the plugin has them.
         #[derive(Clone, Copy)]
         struct Entries {
             $($name: unsafe extern "C" fn($($argument),*) -> u32,)*
+            $($later: Option<unsafe extern "C" fn($($type),*) -> u32>,)*
         }
 
         impl Entries {
@@ -121,6 +122,7 @@ macro_rules! entries {
                     $($name: table.$name.ok_or_else(|| {
                         Why::Nonsense(concat!("wanted a function `", stringify!($name), "`, found null").into())
                     })?,)*
+                    $($later: table.$later,)*
                 })
             }
         }
@@ -143,6 +145,14 @@ entries! {
     linear: fn(abi::Backend, *const abi::Context, *const abi::Matrix, *mut abi::Packed, *mut abi::Message),
     linear_forward: fn(abi::Linear, *const f32, usize, *mut f32, usize, *mut abi::Message),
     linear_drop: fn(abi::Linear, *mut abi::Message),
+    ; later:
+    device: fn(abi::Backend, *mut abi::Device, *mut bool, *mut abi::Message),
+    load_replaceable: fn(
+        abi::Backend, *const abi::Context, *const abi::Layer, *const u32, usize, *mut abi::Packed, *mut abi::Message
+    ),
+    bank_replace: fn(abi::Bank, *const c_void, u32, u32, *mut abi::Message),
+    probe_stream: fn(abi::Backend, *const abi::Layer, *mut abi::Streaming, *mut abi::Message),
+    stream: fn(abi::Backend, *const c_void, *const abi::Layer, *const abi::Work, *mut abi::Message),
 }
 
 /// Opens a shared library and judges it by what it exports, before anything of it is called but what the system's loader calls (the
@@ -195,7 +205,7 @@ fn judge(path: &Path) -> Result<Plugin, Why> {
         }
         &*handshake
     };
-    if handshake.table_bytes < size_of::<abi::Table>() as u64 {
+    if handshake.table_bytes < abi::FIRST_TABLE_BYTES as u64 {
         return Err(Why::SmallTable { found: handshake.table_bytes });
     }
     match handshake.unwinds {
@@ -210,23 +220,31 @@ fn judge(path: &Path) -> Result<Plugin, Why> {
     };
     let (name, build) = (text("name", handshake.name)?, text("build description", handshake.build)?);
     let features = text("list of CPU features", handshake.features)?;
-    if name.is_empty() || name.len() > 64 || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b)) {
-        return Err(Why::Nonsense(format!("wanted a name of up to 64 letters, digits, - _ and ., found {name:?}")));
+    if name.is_empty() || name.len() > 64 || !name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.:".contains(&b)) {
+        return Err(Why::Nonsense(format!("wanted a name of up to 64 letters, digits, - _ . and :, found {name:?}")));
     }
     let missing: Vec<&str> = features.split_whitespace().filter(|f| !cpu_has(f)).collect();
     if !missing.is_empty() {
         return Err(Why::Cpu { missing: missing.join(" ") });
     }
-    // SAFETY: as above: constant data of at least so many bytes, or null.
-    let table = unsafe { handshake.table.as_ref() };
-    let table = table.ok_or_else(|| Why::Nonsense("wanted a table, found null".into()))?;
+    if handshake.table.is_null() {
+        return Err(Why::Nonsense("wanted a table, found null".into()));
+    }
+    let mut table = std::mem::MaybeUninit::<abi::Table>::zeroed();
+    // Whole entries only.
+    let known = (handshake.table_bytes as usize).min(size_of::<abi::Table>()) & !(size_of::<usize>() - 1);
+    // SAFETY: constant data of at least so many bytes, as above; entries are functions or null, and those that are not copied are null.
+    let table = unsafe {
+        std::ptr::copy_nonoverlapping(handshake.table.cast::<u8>(), table.as_mut_ptr().cast(), known);
+        table.assume_init()
+    };
     Ok(Plugin {
         path: path.to_owned(),
         name: name.into(),
         build: build.into(),
         features: features.into(),
         version: (handshake.major, handshake.minor),
-        table: Entries::of(table)?,
+        table: Entries::of(&table)?,
     })
 }
 
@@ -374,7 +392,15 @@ impl Plugin {
         })
         .map_err(declined)?;
         self.not_null(0, "backend_new", backend).map_err(declined)?;
-        Ok(PluginBackend(Arc::new(BackendHandle { plugin: self.clone(), backend })))
+        let mut handle = BackendHandle { plugin: self.clone(), backend, device: None };
+        handle.device = handle.device().map_err(declined)?;
+        Ok(PluginBackend(Arc::new(handle)))
+    }
+
+    /// What it declines for want of a function.
+    fn lacks(&self, what: &str) -> Unsupported {
+        let (major, minor) = self.version;
+        Unsupported::new(format!("{} is a plugin for ABI {major}.{minor}, which knows nothing of {what}", self.name))
     }
 
     fn error(&self, layer: usize, what: String) -> Error {
@@ -433,6 +459,8 @@ fn declined(error: Error) -> Unsupported {
 struct BackendHandle {
     plugin: Plugin,
     backend: abi::Backend,
+    /// As it was at first.
+    device: Option<Device>,
 }
 
 // SAFETY: the ABI lets handles be used from any thread, several at a time.
@@ -444,6 +472,24 @@ impl Drop for BackendHandle {
     fn drop(&mut self) {
         // SAFETY: made by this plugin, ended once.
         self.plugin.end("backend_drop", |m| unsafe { (self.plugin.table.backend_drop)(self.backend, m) });
+    }
+}
+
+impl BackendHandle {
+    fn device(&self) -> Result<Option<Device>> {
+        let Some(ask) = self.plugin.table.device else { return Ok(None) };
+        let mut given = false;
+        let mut device = abi::Device {
+            label: abi::Words::EMPTY,
+            total_bytes: 0,
+            free_bytes: u64::MAX,
+            read_bytes_per_second: 0.0,
+            call: 0,
+        };
+        // SAFETY: all pointers are to locals.
+        self.plugin.call(0, |message| unsafe { ask(self.backend, &mut device, &mut given, message) })?;
+        let told = given.then(|| wire::device_of(&device)).transpose();
+        told.map_err(|what| self.plugin.nonsense(0, format_args!("it says {what}")))
     }
 }
 
@@ -473,8 +519,8 @@ impl PluginBackend {
     }
 
     /// Runs `f` with the description of what a load may use, and of the load.
-    fn with_context<T>(&self, load: &HostLoad<'_>, f: impl FnOnce(&abi::Context) -> T) -> T {
-        let team = &load.context.team;
+    fn with_context<T>(&self, context: &LoadContext, load: &HostLoad<'_>, f: impl FnOnce(&abi::Context) -> T) -> T {
+        let team = &context.team;
         let shares: Vec<abi::Share> =
             team.shares().iter().map(|s| abi::Share { node: s.node, threads: s.threads }).collect();
         f(&abi::Context {
@@ -509,29 +555,20 @@ impl Backend for PluginBackend {
     ) -> Result<Box<dyn ExpertBank>> {
         let plugin = &self.0.plugin;
         let announced = self.probe(layer)?.packed_bytes;
-        let load = HostLoad::new(context, Some(Wanted { layer, experts, from }));
+        let load = HostLoad::new(Some(context), Some(Wanted { layer, experts, from }));
         let names = wire::format_names(layer);
         let mut packed = abi::Packed { handle: std::ptr::null_mut(), bytes: 0 };
-        let result = self.with_context(&load, |context| {
+        // One that lacks it loads experts that stay.
+        let entry = plugin.table.load_replaceable.filter(|_| context.replaceable).unwrap_or(plugin.table.load);
+        let result = self.with_context(context, &load, |context| {
             plugin.call(layer.index, |message| {
                 let layer = wire::layer(layer, &names);
                 let count = experts.len();
                 // SAFETY: all pointers are to what lives here.
-                unsafe {
-                    (plugin.table.load)(self.0.backend, context, &layer, experts.as_ptr(), count, &mut packed, message)
-                }
+                unsafe { entry(self.0.backend, context, &layer, experts.as_ptr(), count, &mut packed, message) }
             })
         });
-        let (areas, failures) = load.finish();
-        if let Err(error) = result {
-            // Of the source's errors, the one whose words came back.
-            let words = match &error {
-                Error::Backend { what, .. } => what.as_str(),
-                _ => return Err(error),
-            };
-            let original = failures.into_iter().find(|e| e.to_string() == words);
-            return Err(original.unwrap_or(error));
-        }
+        let areas = load.finish(result)?;
         plugin.not_null(layer.index, "load", packed.handle)?;
         let bank = Arc::new(BankHandle { backend: self.0.clone(), bank: packed.handle, layer: layer.index });
         let most = (announced as u128 * experts.len() as u128).div_ceil(layer.experts.max(1) as u128);
@@ -540,7 +577,64 @@ impl Backend for PluginBackend {
             return Err(plugin.nonsense(layer.index, what));
         }
         context.progress.advance(0)?;
-        Ok(Box::new(PluginBank { bank, bytes: packed.bytes, areas }))
+        let replacing = Replacing { layer: layer.clone(), context: context.clone() };
+        Ok(Box::new(PluginBank { bank, bytes: packed.bytes, areas: Mutex::new(areas), replacing }))
+    }
+
+    fn device(&self) -> Option<Device> {
+        let was = self.0.device.as_ref()?;
+        let now = self.0.device().unwrap_or_else(|error| {
+            tracing::warn!(plugin = %self.0.plugin.path.display(), "its device does not answer: {error}");
+            None
+        });
+        // What does not answer has no room; it still is no backend of the host's memory.
+        Some(now.unwrap_or_else(|| Device { free_bytes: 0, ..was.clone() }))
+    }
+
+    fn probe_stream(&self, layer: &LayerSpec) -> Result<Streaming, Unsupported> {
+        let plugin = &self.0.plugin;
+        let ask = plugin.table.probe_stream.ok_or_else(|| plugin.lacks("streaming"))?;
+        let names = wire::format_names(layer);
+        let mut streaming = abi::Streaming { device_bytes: u64::MAX, host_bytes: u64::MAX };
+        plugin
+            .call(layer.index, |message| {
+                // SAFETY: all pointers are to locals.
+                unsafe { ask(self.0.backend, &wire::layer(layer, &names), &mut streaming, message) }
+            })
+            .map_err(declined)?;
+        wire::streaming_of(streaming)
+            .map_err(|what| declined(plugin.nonsense(layer.index, format_args!("it says {what}"))))
+    }
+
+    fn stream(&self, layer: &LayerSpec, from: &Arc<dyn WeightSource>, mut work: Work) -> Pending<Work> {
+        let Some(stream) = self.0.plugin.table.stream else {
+            return Pending::ready(Err(self.0.plugin.lacks("streaming").into()));
+        };
+        let (backend, layer, from) = (self.0.clone(), layer.clone(), from.clone());
+        let run = move || {
+            let plugin = &backend.plugin;
+            let experts: Vec<u32> = (0..layer.experts as u32).collect();
+            let load = HostLoad::new(None, Some(Wanted { layer: &layer, experts: &experts, from: &*from }));
+            let names = wire::format_names(&layer);
+            let mut spent = abi::Spent { kernels: 0, waiting: 0 };
+            let result = with_work(plugin, layer.index, &mut work, &mut spent, |work, message| {
+                let (load, layer) = ((&raw const load).cast(), wire::layer(&layer, &names));
+                // SAFETY: all pointers are to what lives here; nobody else uses the output.
+                unsafe { stream(backend.backend, load, &layer, work, message) }
+            });
+            load.finish(result)?;
+            work.spent = spent_of(spent);
+            Ok(work)
+        };
+        // The call returns when the work is done: on a thread of its own, it is under way meanwhile.
+        let name = self.0.plugin.name.clone();
+        match std::thread::Builder::new().name(format!("{name} stream")).spawn(run) {
+            Ok(thread) => Pending::new(move || {
+                let ended = |_| Error::Backend { backend: name, layer: 0, what: "its thread panicked".into() };
+                thread.join().unwrap_or_else(|payload| Err(ended(payload)))
+            }),
+            Err(error) => Pending::ready(Err(self.0.plugin.error(0, format!("no thread to stream on: {error}")))),
+        }
     }
 
     fn probe_linear(&self, format: Format, rows: usize, cols: usize) -> Result<Fit, Unsupported> {
@@ -556,9 +650,9 @@ impl Backend for PluginBackend {
         let plugin = &self.0.plugin;
         let (rows, cols) = (matrix.rows(), matrix.cols());
         let announced = self.probe_linear(matrix.format(), rows, cols)?.packed_bytes;
-        let load = HostLoad::new(context, None);
+        let load = HostLoad::new(Some(context), None);
         let mut packed = abi::Packed { handle: std::ptr::null_mut(), bytes: 0 };
-        self.with_context(&load, |context| {
+        self.with_context(context, &load, |context| {
             plugin.call(0, |message| {
                 let view = view(matrix);
                 // SAFETY: all pointers are to what lives here, or as long as the view's handle.
@@ -596,42 +690,49 @@ impl Drop for BankHandle {
 }
 
 impl BankHandle {
-    /// Calls a function of the table with a description of the work.
     fn with_work(
         &self,
         work: &mut Work,
         spent: &mut abi::Spent,
         f: impl FnOnce(*const abi::Work, &mut abi::Message) -> u32,
     ) -> Result<()> {
-        let (first, len) = (work.first * work.hidden, work.tokens * work.hidden);
-        let all = work.input.len();
-        if all < first + len || work.output.len() != len {
-            let what = "input and output [tokens, hidden]";
-            return Err(Error::Length { what, expected: len, got: all.saturating_sub(first).min(work.output.len()) });
-        }
-        let (input, bf16): (*const c_void, bool) = match &*work.input {
-            Hidden::F32(v) => (v[first..].as_ptr().cast(), false),
-            Hidden::Bf16(v) => (v[first..].as_ptr().cast(), true),
-        };
-        let experts: Vec<abi::ExpertRows> = work
-            .experts
-            .iter()
-            .map(|e| abi::ExpertRows { local: e.local, start: e.rows.start, end: e.rows.end })
-            .collect();
-        let wire = abi::Work {
-            input,
-            bf16,
-            tokens: work.tokens,
-            hidden: work.hidden,
-            rows: work.rows.as_ptr().cast(),
-            rows_len: work.rows.len(),
-            experts: experts.as_ptr(),
-            experts_len: experts.len(),
-            output: work.output.as_mut_ptr(),
-            spent,
-        };
-        self.backend.plugin.call(self.layer, |message| f(&wire, message))
+        with_work(&self.backend.plugin, self.layer, work, spent, f)
     }
+}
+
+/// Calls a function of the table with a description of the work.
+fn with_work(
+    plugin: &Plugin,
+    layer: usize,
+    work: &mut Work,
+    spent: &mut abi::Spent,
+    f: impl FnOnce(*const abi::Work, &mut abi::Message) -> u32,
+) -> Result<()> {
+    let (first, len) = (work.first * work.hidden, work.tokens * work.hidden);
+    let all = work.input.len();
+    if all < first + len || work.output.len() != len {
+        let what = "input and output [tokens, hidden]";
+        return Err(Error::Length { what, expected: len, got: all.saturating_sub(first).min(work.output.len()) });
+    }
+    let (input, bf16): (*const c_void, bool) = match &*work.input {
+        Hidden::F32(v) => (v[first..].as_ptr().cast(), false),
+        Hidden::Bf16(v) => (v[first..].as_ptr().cast(), true),
+    };
+    let experts: Vec<abi::ExpertRows> =
+        work.experts.iter().map(|e| abi::ExpertRows { local: e.local, start: e.rows.start, end: e.rows.end }).collect();
+    let wire = abi::Work {
+        input,
+        bf16,
+        tokens: work.tokens,
+        hidden: work.hidden,
+        rows: work.rows.as_ptr().cast(),
+        rows_len: work.rows.len(),
+        experts: experts.as_ptr(),
+        experts_len: experts.len(),
+        output: work.output.as_mut_ptr(),
+        spent,
+    };
+    plugin.call(layer, |message| f(&wire, message))
 }
 
 fn spent_of(spent: abi::Spent) -> Spent {
@@ -643,7 +744,14 @@ struct PluginBank {
     bank: Arc<BankHandle>,
     bytes: u64,
     /// Memory that the plugin got while it loaded, as far as it has it still.
-    areas: Vec<Weak<Area>>,
+    areas: Mutex<Vec<Weak<Area>>>,
+    replacing: Replacing,
+}
+
+/// What experts are loaded by that replace others.
+struct Replacing {
+    layer: LayerSpec,
+    context: LoadContext,
 }
 
 impl ExpertBank for PluginBank {
@@ -672,7 +780,26 @@ impl ExpertBank for PluginBank {
     }
 
     fn residence(&self) -> Vec<Residence> {
-        self.areas.iter().filter_map(|area| Some(area.upgrade()?.residence())).collect()
+        let areas = self.areas.lock().unwrap_or_else(PoisonError::into_inner);
+        areas.iter().filter_map(|area| Some(area.upgrade()?.residence())).collect()
+    }
+
+    fn replace(&self, local: u32, expert: u32, from: &dyn WeightSource) -> Result<()> {
+        let (bank, Replacing { layer, context }) = (&self.bank, &self.replacing);
+        let plugin = &bank.backend.plugin;
+        let replace = plugin.table.bank_replace.ok_or_else(|| plugin.lacks("experts that are replaced"))?;
+        let experts = [expert];
+        let load = HostLoad::new(Some(context), Some(Wanted { layer, experts: &experts, from }));
+        let result = plugin.call(layer.index, |message| {
+            let load = (&raw const load).cast();
+            // SAFETY: the bank is live, all pointers are to what lives here.
+            unsafe { replace(bank.bank, load, local, expert, message) }
+        });
+        let new = load.finish(result)?;
+        let mut areas = self.areas.lock().unwrap_or_else(PoisonError::into_inner);
+        areas.retain(|area| area.strong_count() > 0);
+        areas.extend(new);
+        Ok(())
     }
 
     fn run(&self, mut work: Work) -> Result<Work> {
@@ -777,7 +904,8 @@ struct Wanted<'a> {
 
 /// A load under way: what the services below get back.
 struct HostLoad<'a> {
-    context: &'a LoadContext,
+    /// Nothing where experts are not kept.
+    context: Option<&'a LoadContext>,
     /// Experts; nothing for a matrix outside of them.
     wanted: Option<Wanted<'a>>,
     areas: Mutex<Vec<Weak<Area>>>,
@@ -786,13 +914,21 @@ struct HostLoad<'a> {
 }
 
 impl<'a> HostLoad<'a> {
-    fn new(context: &'a LoadContext, wanted: Option<Wanted<'a>>) -> Self {
+    fn new(context: Option<&'a LoadContext>, wanted: Option<Wanted<'a>>) -> Self {
         HostLoad { context, wanted, areas: Mutex::default(), failures: Mutex::default() }
     }
 
-    fn finish(self) -> (Vec<Weak<Area>>, Vec<Error>) {
-        let areas = self.areas.into_inner().unwrap_or_else(PoisonError::into_inner);
-        (areas, self.failures.into_inner().unwrap_or_else(PoisonError::into_inner))
+    /// The memory that the plugin got; or of the source's errors the one whose words came back, else the plugin's.
+    fn finish(self, result: Result<()>) -> Result<Vec<Weak<Area>>> {
+        let failures = self.failures.into_inner().unwrap_or_else(PoisonError::into_inner);
+        match result {
+            Ok(()) => Ok(self.areas.into_inner().unwrap_or_else(PoisonError::into_inner)),
+            Err(Error::Backend { backend, layer, what }) => {
+                let original = failures.into_iter().find(|e| e.to_string() == what);
+                Err(original.unwrap_or(Error::Backend { backend, layer, what }))
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// The source, and the expert and projection that were asked for.
@@ -925,7 +1061,7 @@ unsafe extern "C" fn log(level: u32, text: abi::Text) {
 unsafe extern "C" fn advance(load: *const c_void, bytes: u64) -> u32 {
     // SAFETY: see above.
     let load = unsafe { &*load.cast::<HostLoad<'_>>() };
-    quiet(abi::FAILED, || match load.context.progress.advance(bytes) {
+    quiet(abi::FAILED, || match load.context.map_or(Ok(()), |c| c.progress.advance(bytes)) {
         Ok(()) => abi::DONE,
         Err(_) => abi::CANCELLED,
     })
@@ -1026,14 +1162,17 @@ unsafe extern "C" fn alloc(
     unsafe {
         let load = &*load.cast::<HostLoad<'_>>();
         answer(message, || {
-            let team = &load.context.team;
+            let Some(context) = load.context else {
+                return Err(Error::Invalid("experts that are not kept get no memory of the host's".into()));
+            };
+            let team = &context.team;
             let Some(node) = team.shares().get(share).map(|s| s.node) else {
                 return Err(Error::Invalid(format!(
                     "the team has {} shares, not one numbered {share}",
                     team.shares().len()
                 )));
             };
-            let (mut map, unbound) = pages_near(team, share, len, load.context.huge_pages)?;
+            let (mut map, unbound) = pages_near(team, share, len, context.huge_pages)?;
             let bytes = map.as_mut_ptr();
             let bound = unbound.is_none();
             let area = Arc::new(Area { map, len, node, unbound });

@@ -8,7 +8,7 @@ use std::time::Duration;
 use kt_plugin_abi as abi;
 
 use crate::activation::Activation;
-use crate::backend::Fit;
+use crate::backend::{Device, Fit, Streaming};
 use crate::cpu::input::{InputLayout, Sums};
 use crate::error::{Error, Unsupported};
 use crate::format::{Format, ScaleType};
@@ -182,8 +182,59 @@ pub fn fit_of(fit: &abi::Fit, stored: u64) -> Result<Fit, String> {
     })
 }
 
+fn nanos(d: Duration) -> u64 {
+    u64::try_from(d.as_nanos()).unwrap_or(u64::MAX)
+}
+
+pub fn device(device: &Device) -> abi::Device {
+    let mut wire = abi::Device {
+        label: abi::Words::EMPTY,
+        total_bytes: device.total_bytes,
+        free_bytes: device.free_bytes,
+        read_bytes_per_second: device.read_bytes_per_second.unwrap_or(0.0),
+        call: nanos(device.call),
+    };
+    wire.label.set(&device.label);
+    wire
+}
+
+/// A plugin's word for its device, or what about it cannot be.
+pub fn device_of(device: &abi::Device) -> Result<Device, String> {
+    let label = device.label.get().filter(|l| !l.is_empty()).ok_or("no readable label of its device")?;
+    if device.free_bytes > device.total_bytes {
+        return Err(format!("{} bytes free of a device of {}", device.free_bytes, device.total_bytes));
+    }
+    let rate = device.read_bytes_per_second;
+    if !(0.0..1e18).contains(&rate) {
+        return Err(format!("a device that reads {rate} bytes per second"));
+    }
+    let call = Duration::from_nanos(device.call);
+    if call > Duration::from_secs(60) {
+        return Err(format!("a device whose calls cost {call:?}"));
+    }
+    Ok(Device {
+        label: label.into(),
+        total_bytes: device.total_bytes,
+        free_bytes: device.free_bytes,
+        read_bytes_per_second: (rate > 0.0).then_some(rate),
+        call,
+    })
+}
+
+pub fn streaming(streaming: Streaming) -> abi::Streaming {
+    abi::Streaming { device_bytes: streaming.device_bytes, host_bytes: streaming.host_bytes }
+}
+
+/// A plugin's word for what streaming takes, or what about it cannot be.
+pub fn streaming_of(streaming: abi::Streaming) -> Result<Streaming, String> {
+    let abi::Streaming { device_bytes, host_bytes } = streaming;
+    match device_bytes.max(host_bytes) > 1 << 48 {
+        true => Err(format!("{device_bytes} bytes of the device and {host_bytes} of the host to stream through")),
+        false => Ok(Streaming { device_bytes, host_bytes }),
+    }
+}
+
 pub fn spent(spent: Spent) -> abi::Spent {
-    let nanos = |d: Duration| u64::try_from(d.as_nanos()).unwrap_or(u64::MAX);
     abi::Spent { kernels: nanos(spent.kernels), waiting: nanos(spent.waiting) }
 }
 
