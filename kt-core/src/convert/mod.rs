@@ -20,6 +20,7 @@ mod config;
 mod dense;
 mod disk;
 mod encode;
+mod family;
 mod layout;
 mod plan;
 mod tokenizer;
@@ -41,7 +42,7 @@ use crate::plan::human_bytes;
 use crate::quantize::Errors;
 use crate::source::WeightSource;
 use encode::{From, Sums};
-use plan::{Output, What};
+use plan::{Laid, Output, What};
 use write::{Journal, Written};
 
 pub use verify::{Verified, verify};
@@ -265,10 +266,12 @@ impl Conversion {
             let sha256 = written.sha256.clone();
             report.files.push(FileReport { name: file.name.clone(), bytes: file.bytes(), sha256 });
             for (item, sums) in file.items.iter().zip(&written.sums) {
-                if matches!(item.what, What::Bytes(_) | What::Bias(..)) {
+                if matches!(item.what, What::Bytes(_) | What::Bias(..) | What::BothBiases(..))
+                    || item.laid == Laid::Scales
+                {
                     continue;
                 }
-                if matches!(item.what, What::Expert(..)) {
+                if matches!(item.what, What::Expert(..) | What::Both(..)) {
                     report.experts.add(sums);
                 }
                 report.tensors.push(TensorReport {

@@ -182,7 +182,7 @@ pub fn from_gguf(map: &BTreeMap<String, Meta>) -> Result<(Value, Value), String>
         "decoder": bytes(true),
         "model": {
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": cutting.whole,
             "vocab": vocab, "merges": merges,
         },
     });
