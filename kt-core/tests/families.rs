@@ -528,6 +528,71 @@ fn what_the_other_container_cannot_say_is_refused() {
     plan(&ones, "out").unwrap();
 }
 
+/// Tokenizers of pieces with marked spaces (Mixtral's), by SentencePiece's rules in GGUF.
+#[test]
+fn pieces_become_scores_and_merges_again() {
+    let all = cases();
+    let case = all.iter().find(|c| c.architecture == "llama").unwrap();
+    let dir = Dir::new("families-pieces");
+    let pieces = ["<unk>", "<s>", "</s>", "<0x0A>", "▁t", "th", "the", "▁the", "▁", "t", "h", "e", "<|user|>"];
+    let vocab: Value =
+        pieces.iter().enumerate().map(|(id, p)| (p.to_string(), json!(id))).collect::<serde_json::Map<_, _>>().into();
+    let merges = json!([["▁", "t"], ["t", "h"], ["th", "e"], ["▁t", "he"], ["▁", "the"]]);
+    let added = |id: usize, special: bool| json!({"id": id, "content": pieces[id], "special": special});
+    let mut tokenizer = json!({
+        "added_tokens": [added(0, true), added(1, true), added(2, true), added(12, false)],
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        ]},
+        "pre_tokenizer": null,
+        "model": {
+            "type": "BPE", "unk_token": "<unk>", "fuse_unk": true, "byte_fallback": true, "vocab": vocab, "merges": merges,
+        },
+    });
+    let mut count = 0;
+    let mut gguf = |tokenizer: &Value| {
+        count += 1;
+        let path = dir.0.join(count.to_string());
+        case.write(&path, &case.config(), &case.tensors());
+        std::fs::write(path.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+        std::fs::write(path.join("tokenizer_config.json"), r#"{"bos_token": "<s>", "eos_token": "</s>"}"#).unwrap();
+        let file = dir.0.join(format!("{count}.gguf"));
+        convert(&open(&path).unwrap(), &file, options(&file)).unwrap()
+    };
+    let written = gguf(&tokenizer);
+    let Metadata::Gguf(map) = written.metadata() else { panic!("no metadata") };
+    let list = |key: &str| map[&format!("tokenizer.ggml.{key}")].as_array().unwrap().to_vec();
+    assert_eq!(map["tokenizer.ggml.model"].as_str(), Some("llama"));
+    let kinds: Vec<Option<usize>> = list("token_type").iter().map(Meta::as_usize).collect();
+    assert_eq!(kinds[..14], [2, 3, 3, 6, 1, 1, 1, 1, 1, 1, 1, 1, 4, 5].map(Some));
+    let scores: Vec<f64> = list("scores").iter().map(|s| s.as_f64().unwrap()).collect();
+    assert_eq!(scores[4..8], [0.0, -1.0, -2.0, -3.0]);
+    assert!(scores[8..12].iter().all(|&s| s == -4.0));
+    for (key, id) in [("unknown", 0), ("bos", 1), ("eos", 2)] {
+        assert_eq!(map[&format!("tokenizer.ggml.{key}_token_id")], Meta::Uint(id));
+    }
+    assert_eq!(map["tokenizer.ggml.add_bos_token"], Meta::Bool(true));
+    let path = dir.0.join("back");
+    let back = convert(&written, &path, options(&path)).unwrap();
+    let back: Value = serde_json::from_slice(&back.side_file("tokenizer.json").unwrap().unwrap()).unwrap();
+    for key in ["/model/vocab", "/model/unk_token", "/model/byte_fallback", "/normalizer/normalizers"] {
+        assert_eq!(back.pointer(key), tokenizer.pointer(key), "{key}");
+    }
+    // All splits into two pieces, the longest first part first.
+    let due = json!([["▁", "t"], ["t", "h"], ["th", "e"], ["▁", "the"]]);
+    assert_eq!(back["model"]["merges"], due);
+    assert_eq!(back["post_processor"]["special_tokens"]["<s>"]["ids"], json!([1]));
+    // Spaces that are marked otherwise.
+    tokenizer["normalizer"] = Value::Null;
+    tokenizer["pre_tokenizer"] =
+        json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": false});
+    let Metadata::Gguf(map) = gguf(&tokenizer).metadata().clone() else { panic!("no metadata") };
+    assert_eq!(map["tokenizer.ggml.add_space_prefix"], Meta::Bool(false));
+    tokenizer["pre_tokenizer"]["split"] = json!(true);
+    let Metadata::Gguf(map) = gguf(&tokenizer).metadata().clone() else { panic!("no metadata") };
+    assert!(!map.contains_key("tokenizer.ggml.model"));
+}
+
 /// A file of zeros of a family, as its case says.
 fn written(case: &Case) -> Gguf {
     let mut g = Gguf::of(case.architecture);

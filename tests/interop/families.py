@@ -20,6 +20,7 @@ import tempfile
 import gguf
 import numpy as np
 import safetensors.torch
+import tokenizers
 import torch
 import transformers
 from llama_cpp import Llama
@@ -47,6 +48,13 @@ FAMILIES = {
     "minimax_m2": dict(num_local_experts=8, intermediate_size=64, head_dim=64, rotary_dim=32),
     "gpt_oss": dict(num_local_experts=8, intermediate_size=64, head_dim=64, sliding_window=8),
 }
+# Stands for a space in pieces.
+MARK = "\u2581"
+TEXTS = [
+    "def the_tensors(path): return the other tokens",
+    "The directory made of a file  has two spaces, and \n\ta tab.",
+    "Größe, 日本語 😀",
+]
 IDS = np.random.default_rng(5).integers(0, 256, 40).tolist()
 
 
@@ -62,6 +70,8 @@ def write(name, more, path):
             if "correction" in tensor:
                 b.copy_(torch.randn_like(b) * 0.2)
     model.to(torch.bfloat16).save_pretrained(path)
+    if name == "mixtral":
+        return write_pieces(path)
     # The characters that stand for bytes in tokenizers of this kind.
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
@@ -73,6 +83,47 @@ def write(name, more, path):
         "model": {"type": "BPE", "vocab": vocab, "merges": ["t h"]},
     }
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def write_pieces(path):
+    """A tokenizer of pieces with marked spaces and single bytes, as Mixtral has one."""
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.normalizer = tokenizers.normalizers.Replace(" ", MARK)
+    text = pathlib.Path(__file__).read_text()
+    model.train_from_iterator(text.splitlines(), tokenizers.trainers.BpeTrainer(vocab_size=240, show_progress=False))
+    learned = json.loads(model.to_str())["model"]
+    merged = [a + b for a, b in learned["merges"]]
+    letters = sorted(set(learned["vocab"]) - set(merged) | {MARK})
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *dict.fromkeys(merged), *letters]
+    tokens = tokens[: MODEL["vocab_size"]]
+    known = set(tokens)
+    merges = [m for m in learned["merges"] if {*m, "".join(m)} <= known]
+    special = [{"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True} for i in range(3)]
+    tokenizer = {
+        "version": "1.0", "added_tokens": special, "pre_tokenizer": None, "post_processor": None,
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": MARK}, {"type": "Replace", "pattern": {"String": " "}, "content": MARK},
+        ]},
+        "decoder": None,
+        "model": {
+            "type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
+            "vocab": {t: i for i, t in enumerate(tokens)}, "merges": merges,
+        },
+    }
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}))
+
+
+def check_pieces(model, file, back):
+    """The tokenizer of pieces, that in the file, and that of the directory made of it give the same tokens."""
+    before, after = (tokenizers.Tokenizer.from_file(str(path / "tokenizer.json")) for path in (model, back))
+    llama = Llama(str(file), vocab_only=True, verbose=False)
+    for text in TEXTS:
+        due = before.encode(text, add_special_tokens=False).ids
+        assert llama.tokenize(text.encode(), add_bos=False) == due, f"{text!r}: llama.cpp gives other tokens"
+        assert after.encode(text, add_special_tokens=False).ids == due, f"{text!r}: the directory gives other tokens"
+        assert after.encode(text).ids == [1, *due]
+        assert after.decode(due) == text, f"{text!r} becomes {after.decode(due)!r}"
 
 
 def transformers_logits(path, truncate=False):
@@ -147,6 +198,8 @@ def main(kt, *only):
             back = convert(kept, work / "back", "--to", "keep")
             before, after = tensors(work / "model"), tensors(back)
             check_names(before, kept)
+            if name == "mixtral":
+                check_pieces(work / "model", kept, back)
             assert before.keys() == after.keys(), before.keys() ^ after.keys()
             for key in before:
                 assert before[key].shape == after[key].shape and torch.equal(before[key].float(), after[key].float()), key
