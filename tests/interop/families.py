@@ -98,7 +98,8 @@ def write_pieces(path):
     tokens = tokens[: MODEL["vocab_size"]]
     known = set(tokens)
     merges = [m for m in learned["merges"] if {*m, "".join(m)} <= known]
-    special = [{"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True} for i in range(3)]
+    plain = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    special = [{"id": i, "content": tokens[i], **plain} for i in range(3)]
     tokenizer = {
         "version": "1.0", "added_tokens": special, "pre_tokenizer": None, "post_processor": None,
         "normalizer": {"type": "Sequence", "normalizers": [
@@ -156,8 +157,8 @@ def check_names(before, file):
     due = set()
     for name in before:
         if ".experts." in name:
-            stem = f"blk.{name.split('.')[2]}.ffn"
-            due |= {f"{stem}_{p}_exps.{k}" for p in ("gate", "up", "down") for k in (("weight", "bias") if "_bias" in name else ("weight",))}
+            kind = "bias" if "_bias" in name else "weight"
+            due |= {f"blk.{name.split('.')[2]}.ffn_{p}_exps.{kind}" for p in ("gate", "up", "down")}
         elif "kv_b_proj" in name:
             due |= {names.get_name(name.replace("kv_b", part), try_suffixes=(".weight",)) for part in ("k_b", "v_b")}
         else:

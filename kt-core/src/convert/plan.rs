@@ -275,7 +275,9 @@ impl<'a> Planner<'a> {
                 }
                 _ => from.ends_with("rotary_emb.inv_freq"),
             };
-            let heads = if crosses { self.heads(&from, &shape)? } else { None };
+            // Other programs' directories may have GGUF's names, but never its order of rows.
+            let from_gguf = matches!(self.source.metadata(), Metadata::Gguf(_));
+            let heads = if from_gguf != gguf { self.heads(&from, &shape)? } else { None };
             // A vector there, a matrix of one row here.
             let shape = match (to.as_deref(), self.family.shared_gate, &shape[..]) {
                 (Some(to), ..) if crosses && to.ends_with("ffn_gate_inp_shexp.weight") => vec![shape.iter().product()],
