@@ -517,6 +517,16 @@ fn what_the_other_container_cannot_say_is_refused() {
     file("llama", &|g| g.uint("llama.attention.head_count", 0), &["attn_q.weight", "heads"]);
     file("llama", &|g| g.without_pair("llama.attention.head_count"), &["attn_q.weight", "not said"]);
     file("qwen2moe", &|g| g.without_pair("qwen2moe.context_length"), &["qwen2moe.context_length", "missing"]);
+    for (i, scale) in [Some(0.0), None].into_iter().enumerate() {
+        let (g, key) = (written(case("glm4moe")), "glm4moe.expert_weights_scale");
+        let g = scale
+            .map_or(g.clone().without_pair(key), |s| g.clone().float(key, s))
+            .uint("glm4moe.expert_group_count", 0);
+        let path = dir.0.join(format!("unscaled-{i}"));
+        let back = convert(&(Arc::new(g.open().unwrap()) as Arc<dyn WeightSource>), &path, options(&path)).unwrap();
+        let Metadata::HuggingFace(config) = back.metadata() else { panic!("no config") };
+        assert_eq!((config["routed_scaling_factor"].as_f64(), config["n_group"].as_u64()), (Some(1.0), Some(1)));
+    }
     let factors = |v: f32| {
         move |mut g: Gguf| {
             g.put("rope_freqs.weight", &[8], 0, &[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, v].map(f32::to_le_bytes).concat());

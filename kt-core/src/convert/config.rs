@@ -263,10 +263,12 @@ pub fn from_gguf(
         set(key, json!((seen.has)(tensor)));
     }
     for key in whole.keys {
-        let said = get(key.gguf).and_then(Meta::as_f64).or(match key.absent {
-            Absent::Refused => None,
-            Absent::Is(value) => Some(value),
-        });
+        let said = get(key.gguf).and_then(Meta::as_f64);
+        let said = match key.absent {
+            Absent::Refused => said,
+            // Files say 0 for what is not there, too.
+            Absent::Is(value) => said.filter(|&v| v != 0.0).or(Some(value)),
+        };
         let said = said.ok_or_else(|| missing(key.gguf))?;
         set(key.config, if key.kind == Kind::Uint { json!(said as u64) } else { short(said) });
     }

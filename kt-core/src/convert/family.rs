@@ -72,7 +72,7 @@ pub struct Whole {
     /// Whether files have rows of queries and keys in pairs: of each head, the first row of its first half, the first of its second,
     /// and so on.
     pub paired: bool,
-    /// Every how manieth layer sees all tokens where the others see a window of them.
+    /// `Some(n)` where only every n-th layer sees all tokens, and the others a window of them.
     pub window: Option<usize>,
     /// Config keys that are true where files have these tensors in their first layers.
     pub told_by: &'static [(&'static str, &'static str)],

@@ -12,7 +12,10 @@
 //! | output | layout |
 //! | --- | --- |
 //! | directory | safetensors shards; integers, FP8 per channel and MXFP4 as compressed-tensors has them, FP8 blocks alone as DeepSeek |
+//! | directory of gpt-oss | as published: MXFP4 blocks and scales, or floats with inputs first; gate's and up's rows in turn |
 //! | `.gguf` file | llama.cpp's names; experts of a layer stacked; the report's summary in the metadata, as `kt.convert` |
+//!
+//! Whole models cross from one container to the other where their family is in the table of `family.rs`; of others, the routed experts do.
 //!
 //! What all this costs in accuracy and in time is in `kt-core/CONVERSION.md`.
 
