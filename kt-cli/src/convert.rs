@@ -19,6 +19,9 @@ use crate::options::RuntimeArgs;
 
 /// Convert a checkpoint: a directory of safetensors, or a GGUF file, in any format to any other.
 ///
+/// Between directories and GGUF files, models of Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and V3, Mixtral, GLM-4.5, MiniMax-M2 and gpt-oss are
+/// carried whole; of other families, the routed experts (--experts-only). Within one container, all are.
+///
 /// Ended at any moment and started again, it goes on where it was; the output has its name only when it is complete.
 #[derive(Debug, clap::Args)]
 pub struct ConvertArgs {
@@ -29,8 +32,8 @@ pub struct ConvertArgs {
     #[arg(long, value_name = "PATH")]
     output: PathBuf,
     /// Format of the routed experts, or three for gate, up and down; `keep` re-encodes nothing. Directories hold bf16, fp8-block,
-    /// fp8-channel, int4-g32 (g64, g128), int4-asym-g32, int8-channel, int8-g32, int8-asym-…, mxfp4; GGUF files hold bf16, q8_0,
-    /// q4_0, q4_k, q5_k, q6_k and its other types.
+    /// fp8-channel, int4-g32 (g64, g128), int4-asym-g32, int8-channel, int8-g32, int8-asym-…, mxfp4 (those of gpt-oss: bf16 and mxfp4);
+    /// GGUF files hold bf16, q8_0, q4_0, q4_k, q5_k, q6_k, mxfp4 and its other types.
     #[arg(long, value_name = "FORMAT", value_delimiter = ',', required = true)]
     to: Vec<String>,
     /// Format of all other linear layers [default: as they are].

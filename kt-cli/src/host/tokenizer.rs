@@ -122,7 +122,8 @@ fn from_gguf(map: &BTreeMap<String, Value>) -> Result<Tokenizer> {
         .collect::<Option<Merges>>()
         .context("key `tokenizer.ggml.merges` has an element that is no pair")?;
     let vocabulary: Vocab = tokens.iter().enumerate().map(|(id, t)| (t.clone(), id as u32)).collect();
-    let model = BPE::builder().vocab_and_merges(vocabulary, merges).build().map_err(|e| anyhow!("{e}"))?;
+    let model = BPE::builder().vocab_and_merges(vocabulary, merges).ignore_merges(cutting.whole);
+    let model = model.build().map_err(|e| anyhow!("{e}"))?;
     let mut inner = tokenizers::Tokenizer::new(model);
     if cutting.nfc {
         inner.with_normalizer(Some(NFC)).map_err(|e| anyhow!("{e}"))?;

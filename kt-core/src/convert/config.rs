@@ -6,13 +6,14 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::family::{Absent, Kind, Rotary, Whole};
 use super::layout::Naming;
 use super::values::Pairs;
 use crate::error::{Error, Result};
 use crate::format::{Format, Group};
 use crate::source::metadata::Value as Meta;
 use crate::source::model::text;
-use crate::source::names::{EXPERTS_KEYS, Family, TOP_K_KEYS, count};
+use crate::source::names::{Blocks, EXPERTS_KEYS, Family, Renormalize, TOP_K_KEYS, count};
 
 /// Linear layers of the output, by what they are stored in.
 #[derive(Default)]
@@ -139,6 +140,12 @@ fn scheme(format: Format) -> (&'static str, Value, Value) {
     }
 }
 
+/// `quantization_config` of gpt-oss' own layout, where experts are MXFP4 and nothing else is quantized.
+pub fn quantized_experts() -> Value {
+    let plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"];
+    json!({"quant_method": "mxfp4", "modules_to_not_convert": plain})
+}
+
 /// A config with the output's quantization in place of the source's; layers of multi-token prediction are not carried.
 pub fn requantized(mut config: Value, quantization: Option<Value>) -> Value {
     let clean = |config: &mut Value| {
@@ -166,116 +173,160 @@ fn short(v: f64) -> Value {
     format!("{}", v as f32).parse::<f64>().map_or(Value::Null, |v| json!(v))
 }
 
-/// GGUF architectures that can become Hugging Face directories and back, whole.
-pub const WHOLE: [&str; 3] = ["qwen3moe", "qwen2moe", "deepseek2"];
-
 /// What the tensors tell beyond the metadata.
-pub struct Seen {
+pub struct Seen<'a> {
     pub vocabulary: usize,
     pub tied: bool,
     /// Layers without experts.
     pub dense_layers: Vec<usize>,
     pub layers: usize,
     pub intermediate: usize,
+    /// Whether some layer has a tensor of this name.
+    pub has: &'a dyn Fn(&str) -> bool,
 }
 
 /// `config.json` of a GGUF model.
 ///
 /// # Errors
-/// An architecture other than [`WHOLE`], or a key that is missing.
-pub fn from_gguf(map: &BTreeMap<String, Meta>, seen: &Seen, file: &Path) -> Result<Value> {
-    let architecture = map.get("general.architecture").and_then(Meta::as_str).unwrap_or_default();
+/// A key that is missing, or that says what no config of the family can.
+pub fn from_gguf(
+    map: &BTreeMap<String, Meta>,
+    (family, whole): (&Family, &Whole),
+    seen: &Seen<'_>,
+    file: &Path,
+) -> Result<Value> {
+    let architecture = whole.architecture;
     let get = |key: &str| map.get(&format!("{architecture}.{key}"));
-    let missing = |key: &str| Error::tensor(file, format!("{architecture}.{key}"), "missing: config.json needs it");
+    let fail = |key: &str, what: String| Error::tensor(file, format!("{architecture}.{key}"), what);
+    let missing = |key: &str| fail(key, "missing: config.json needs it".into());
     let int = |key: &str| get(key).and_then(Meta::as_usize).ok_or_else(|| missing(key));
     let float = |key: &str| get(key).and_then(Meta::as_f64).map(short).ok_or_else(|| missing(key));
     let mut config = json!({
+        "model_type": whole.model_types[0],
+        "architectures": [whole.class],
         "hidden_act": "silu",
-        "attention_bias": false,
+        "attention_bias": (seen.has)("attn_q.bias"),
         "attention_dropout": 0.0,
         "torch_dtype": "bfloat16",
         "hidden_size": int("embedding_length")?,
         "num_hidden_layers": seen.layers,
         "num_attention_heads": int("attention.head_count")?,
         "num_experts_per_tok": int("expert_used_count")?,
-        "moe_intermediate_size": seen.intermediate,
         "intermediate_size": get("feed_forward_length").and_then(Meta::as_usize).unwrap_or(seen.intermediate),
         "rms_norm_eps": float("attention.layer_norm_rms_epsilon")?,
         "rope_theta": get("rope.freq_base").and_then(Meta::as_f64).map_or(json!(10000.0), short),
         "max_position_embeddings": int("context_length")?,
         "vocab_size": seen.vocabulary,
         "tie_word_embeddings": seen.tied,
-        "rope_scaling": null,
         "use_cache": true,
     });
     let mut set = |key: &str, value: Value| config[key] = value;
+    set(family.intermediate_key, json!(seen.intermediate));
+    set(whole.experts, json!(int("expert_count")?));
     for (key, gguf) in [("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")] {
         if let Some(id) = map.get(&format!("tokenizer.ggml.{gguf}_token_id")).and_then(Meta::as_usize) {
             set(key, json!(id));
         }
     }
-    match architecture {
-        "qwen3moe" | "qwen2moe" => {
-            let new = architecture == "qwen3moe";
-            set("model_type", json!(if new { "qwen3_moe" } else { "qwen2_moe" }));
-            set("architectures", json!([if new { "Qwen3MoeForCausalLM" } else { "Qwen2MoeForCausalLM" }]));
-            set("num_experts", json!(int("expert_count")?));
-            set("num_key_value_heads", json!(int("attention.head_count_kv")?));
-            set("norm_topk_prob", json!(new));
-            set("decoder_sparse_step", json!(1));
-            set("mlp_only_layers", json!(seen.dense_layers));
-            set("use_sliding_window", json!(false));
-            if new {
-                set("head_dim", json!(int("attention.key_length")?));
-            } else {
-                set("shared_expert_intermediate_size", json!(int("expert_shared_feed_forward_length")?));
+    for (key, due) in whole.stated {
+        if let Some(said) = get(key).and_then(Meta::as_usize).filter(|said| said != due) {
+            return Err(fail(
+                key,
+                format!("is {said}; models of this architecture that become directories have {due}"),
+            ));
+        }
+    }
+    let mut scaling = json!({});
+    if let Value::Object(implied) = (whole.implied)() {
+        for (key, value) in implied {
+            match key.as_str() {
+                "rope_scaling" => scaling = value,
+                _ => set(&key, value),
             }
         }
-        "deepseek2" => {
-            let sigmoid = get("expert_gating_func").and_then(Meta::as_usize) == Some(2);
-            set("model_type", json!(if sigmoid { "deepseek_v3" } else { "deepseek_v2" }));
-            set("architectures", json!([if sigmoid { "DeepseekV3ForCausalLM" } else { "DeepseekV2ForCausalLM" }]));
-            let groups = get("expert_group_count").and_then(Meta::as_usize).unwrap_or(1);
-            set("n_group", json!(groups));
-            set("topk_group", json!(get("expert_group_used_count").and_then(Meta::as_usize).unwrap_or(groups)));
-            let method = match (sigmoid, groups) {
-                (true, _) => "noaux_tc",
-                (false, 0 | 1) => "greedy",
-                (false, _) => "group_limited_greedy",
-            };
-            set("topk_method", json!(method));
-            set("scoring_func", json!(if sigmoid { "sigmoid" } else { "softmax" }));
-            let norm = get("expert_weights_norm").and_then(Meta::as_bool).unwrap_or(false);
-            set("norm_topk_prob", json!(norm));
-            let scale = get("expert_weights_scale").and_then(Meta::as_f64).filter(|&s| s != 0.0);
-            set("routed_scaling_factor", scale.map_or(json!(1.0), short));
-            set("n_routed_experts", json!(int("expert_count")?));
-            set("n_shared_experts", json!(get("expert_shared_count").and_then(Meta::as_usize).unwrap_or(0)));
-            set("first_k_dense_replace", json!(seen.dense_layers.len()));
-            set("moe_layer_freq", json!(1));
-            set("num_nextn_predict_layers", json!(0));
-            set("num_key_value_heads", json!(int("attention.head_count")?));
-            let q_lora = get("attention.q_lora_rank").and_then(Meta::as_usize).filter(|&n| n > 0);
-            set("q_lora_rank", json!(q_lora));
-            set("kv_lora_rank", json!(int("attention.kv_lora_rank")?));
-            let rope = int("rope.dimension_count")?;
-            let of_head = |mla: &str, plain: &str| int(mla).or_else(|_| int(plain));
-            let key = of_head("attention.key_length_mla", "attention.key_length")?;
-            let nope = key.checked_sub(rope).ok_or_else(|| missing("attention.key_length_mla"))?;
-            set("qk_nope_head_dim", json!(nope));
-            set("qk_rope_head_dim", json!(rope));
-            set("v_head_dim", json!(of_head("attention.value_length_mla", "attention.value_length")?));
+    }
+    let dense = seen.dense_layers.len();
+    match family.blocks {
+        Blocks::Every if dense > 0 => {
+            let what = format!("layers {:?} have no experts, which no config of this family says", seen.dense_layers);
+            return Err(fail("expert_count", what));
         }
-        other => {
-            let what = format!("`{other}` cannot become a Hugging Face directory; {} can", WHOLE.join(", "));
-            return Err(Error::tensor(file, "general.architecture", what));
+        Blocks::AfterDense if seen.dense_layers.iter().ne(&Vec::from_iter(0..dense)) => {
+            let what =
+                format!("layers {:?} have no experts; configs can only say how many of the first", seen.dense_layers);
+            return Err(fail("leading_dense_block_count", what));
+        }
+        Blocks::Every => {}
+        Blocks::AfterDense => {
+            set("first_k_dense_replace", json!(dense));
+            set("num_nextn_predict_layers", json!(0));
+        }
+        Blocks::SparseStep => {
+            set("decoder_sparse_step", json!(1));
+            set("mlp_only_layers", json!(seen.dense_layers));
+        }
+    }
+    for (key, tensor) in whole.told_by {
+        set(key, json!((seen.has)(tensor)));
+    }
+    for key in whole.keys {
+        let said = get(key.gguf).and_then(Meta::as_f64);
+        let said = match key.absent {
+            Absent::Refused => said,
+            // Files say 0 for what is not there, too.
+            Absent::Is(value) => said.filter(|&v| v != 0.0).or(Some(value)),
+        };
+        let said = said.ok_or_else(|| missing(key.gguf))?;
+        set(key.config, if key.kind == Kind::Uint { json!(said as u64) } else { short(said) });
+    }
+    if let Some(every) = whole.window {
+        // A number, or one flag a layer; absent, it is what the family has.
+        let pattern = get("attention.sliding_window_pattern");
+        let same = match pattern {
+            None => true,
+            Some(Meta::Array(flags)) => flags
+                .iter()
+                .take(seen.layers)
+                .enumerate()
+                .all(|(i, f)| f.as_bool() == Some(!(i + 1).is_multiple_of(every))),
+            Some(number) => number.as_usize() == Some(every),
+        };
+        if !same {
+            let what = format!("is {pattern:?}; models of this architecture see all tokens in every layer of {every}");
+            return Err(fail("attention.sliding_window_pattern", what));
+        }
+        set("layer_types", (0..seen.layers).map(|i| layer_type(i, every)).collect());
+    }
+    if architecture == "deepseek2" {
+        latent_from_gguf(&get, &int, &missing, &mut set)?;
+    } else {
+        let heads = int("attention.head_count")?;
+        set("num_key_value_heads", json!(get("attention.head_count_kv").and_then(Meta::as_usize).unwrap_or(heads)));
+        let said = get("attention.key_length").and_then(Meta::as_usize).filter(|&n| n > 0);
+        let all = said.or(int("embedding_length")?.checked_div(heads)).filter(|&n| n > 0);
+        let all = all.ok_or_else(|| missing("attention.key_length"))?;
+        set("head_dim", json!(all));
+        let rotated = get("rope.dimension_count").and_then(Meta::as_usize).unwrap_or(all);
+        match whole.rotary {
+            Rotary::Factor(_) => set("partial_rotary_factor", short(rotated as f64 / all as f64)),
+            Rotary::Count => set("rotary_dim", json!(rotated)),
+            Rotary::All | Rotary::AllCounted if rotated != all => {
+                let what = format!("is {rotated} of heads of {all}; models of this family rotate all");
+                return Err(fail("rope.dimension_count", what));
+            }
+            Rotary::All | Rotary::AllCounted => {}
+        }
+        if let Renormalize::Unless(_, absent) = family.renormalize {
+            let said = get("expert_weights_norm").and_then(Meta::as_bool);
+            set("norm_topk_prob", json!(said.unwrap_or(absent)));
         }
     }
     match get("rope.scaling.type").and_then(Meta::as_str) {
-        None | Some("none") => {}
+        None | Some("none") => set("rope_scaling", Value::Null),
         Some("yarn") => {
             let kind = if architecture == "deepseek2" { "type" } else { "rope_type" };
-            let mut scaling = json!({kind: "yarn", "factor": float("rope.scaling.factor")?});
+            scaling[kind] = json!("yarn");
+            scaling["factor"] = float("rope.scaling.factor")?;
             if let Some(original) = get("rope.scaling.original_context_length").and_then(Meta::as_usize) {
                 scaling["original_max_position_embeddings"] = json!(original);
             }
@@ -288,58 +339,258 @@ pub fn from_gguf(map: &BTreeMap<String, Meta>, seen: &Seen, file: &Path) -> Resu
             if let Some(v) = get("rope.scaling.yarn_log_multiplier").and_then(Meta::as_f64) {
                 (scaling["mscale"], scaling["mscale_all_dim"]) = (short(v * 10.0), short(v * 10.0));
             }
-            config["rope_scaling"] = scaling;
+            set("rope_scaling", scaling);
         }
         Some(other) => {
             let what = format!("is `{other}`, which a Hugging Face directory is not written with; none and yarn are");
-            return Err(Error::tensor(file, format!("{architecture}.rope.scaling.type"), what));
+            return Err(fail("rope.scaling.type", what));
         }
     }
     Ok(config)
 }
 
-/// GGUF metadata of a model by its config, without tokenizer.
-///
-/// # Errors
-/// A key that is missing, or a way to stretch positions that GGUF does not have.
-pub fn to_gguf(
-    pairs: &mut Pairs,
-    config: &Value,
-    family: &Family,
-    architecture: &str,
-    (layers, vocabulary): (usize, Option<usize>),
-    file: &Path,
+fn layer_type(layer: usize, every: usize) -> &'static str {
+    if (layer + 1).is_multiple_of(every) { "full_attention" } else { "sliding_attention" }
+}
+
+/// What configs of DeepSeek's models have of their own: latent attention, and routing of which two versions differ.
+fn latent_from_gguf<'a>(
+    get: &impl Fn(&str) -> Option<&'a Meta>,
+    int: &impl Fn(&str) -> Result<usize>,
+    missing: &impl Fn(&str) -> Error,
+    set: &mut impl FnMut(&str, Value),
 ) -> Result<()> {
-    let config = text(config);
-    let missing = |key: &str| Error::tensor(file, key, "missing from the config: GGUF metadata need it");
-    let number = |key: &str| config.get(key).and_then(Value::as_u64).and_then(|v| u32::try_from(v).ok());
-    let float = |key: &str| config.get(key).and_then(Value::as_f64);
-    let key = |name: &str| format!("{architecture}.{name}");
-    let of = |keys: &[&str]| count(config, keys).and_then(|v| u32::try_from(v).ok()).ok_or_else(|| missing(keys[0]));
-    pairs.uint(&key("block_count"), layers as u32);
-    let (heads, hidden) = (of(&["num_attention_heads"])?, of(&["hidden_size"])?);
-    pairs.uint(&key("context_length"), number("max_position_embeddings").unwrap_or(4096));
-    pairs.uint(&key("embedding_length"), hidden);
-    let intermediate = of(&[family.intermediate_key])?;
-    pairs.uint(&key("feed_forward_length"), number("intermediate_size").unwrap_or(intermediate));
-    pairs.uint(&key("attention.head_count"), heads);
-    pairs.uint(&key("expert_count"), of(EXPERTS_KEYS)?);
-    pairs.uint(&key("expert_used_count"), of(TOP_K_KEYS)?);
-    pairs.uint(&key("expert_feed_forward_length"), intermediate);
-    let epsilon = float("rms_norm_eps").ok_or_else(|| missing("rms_norm_eps"))?;
-    pairs.float(&key("attention.layer_norm_rms_epsilon"), epsilon);
-    if let Some(width) = number("shared_expert_intermediate_size").filter(|&n| n > 0) {
-        pairs.uint(&key("expert_shared_feed_forward_length"), width);
+    let sigmoid = get("expert_gating_func").and_then(Meta::as_usize) == Some(2);
+    set("model_type", json!(if sigmoid { "deepseek_v3" } else { "deepseek_v2" }));
+    set("architectures", json!([if sigmoid { "DeepseekV3ForCausalLM" } else { "DeepseekV2ForCausalLM" }]));
+    let groups = get("expert_group_count").and_then(Meta::as_usize).unwrap_or(1);
+    set("n_group", json!(groups));
+    set("topk_group", json!(get("expert_group_used_count").and_then(Meta::as_usize).unwrap_or(groups)));
+    let method = match (sigmoid, groups) {
+        (true, _) => "noaux_tc",
+        (false, 0 | 1) => "greedy",
+        (false, _) => "group_limited_greedy",
+    };
+    set("topk_method", json!(method));
+    set("scoring_func", json!(if sigmoid { "sigmoid" } else { "softmax" }));
+    let norm = get("expert_weights_norm").and_then(Meta::as_bool).unwrap_or(false);
+    set("norm_topk_prob", json!(norm));
+    let scale = get("expert_weights_scale").and_then(Meta::as_f64).filter(|&s| s != 0.0);
+    set("routed_scaling_factor", scale.map_or(json!(1.0), short));
+    set("n_shared_experts", json!(get("expert_shared_count").and_then(Meta::as_usize).unwrap_or(0)));
+    set("num_key_value_heads", json!(int("attention.head_count")?));
+    let q_lora = get("attention.q_lora_rank").and_then(Meta::as_usize).filter(|&n| n > 0);
+    set("q_lora_rank", json!(q_lora));
+    set("kv_lora_rank", json!(int("attention.kv_lora_rank")?));
+    let rope = int("rope.dimension_count")?;
+    let of_head = |mla: &str, plain: &str| int(mla).or_else(|_| int(plain));
+    let key = of_head("attention.key_length_mla", "attention.key_length")?;
+    let nope = key.checked_sub(rope).ok_or_else(|| missing("attention.key_length_mla"))?;
+    set("qk_nope_head_dim", json!(nope));
+    set("qk_rope_head_dim", json!(rope));
+    set("v_head_dim", json!(of_head("attention.value_length_mla", "attention.value_length")?));
+    Ok(())
+}
+
+/// A model of a directory, on its way into a GGUF file.
+pub struct Model<'a> {
+    pub config: &'a Value,
+    pub family: &'static Family,
+    pub architecture: &'static str,
+    /// Its row, where it can be carried whole.
+    pub whole: Option<&'static Whole>,
+    /// Whether nothing but routed experts is written: then only what they need must be said.
+    pub experts_only: bool,
+    pub layers: usize,
+    pub vocabulary: Option<usize>,
+    /// The config's file.
+    pub file: &'a Path,
+}
+
+impl Model<'_> {
+    /// Its GGUF metadata, without tokenizer.
+    ///
+    /// # Errors
+    /// A key that is missing, or that says what GGUF metadata cannot.
+    pub fn to_gguf(&self, pairs: &mut Pairs) -> Result<()> {
+        let (config, family, architecture, file) = (text(self.config), self.family, self.architecture, self.file);
+        let fail = |key: &str, what: String| Error::tensor(file, key, what);
+        let missing = |key: &str| fail(key, "missing from the config: GGUF metadata need it".into());
+        let number = |key: &str| config.get(key).and_then(Value::as_u64).and_then(|v| u32::try_from(v).ok());
+        let float = |key: &str| config.get(key).and_then(Value::as_f64);
+        let key = |name: &str| format!("{architecture}.{name}");
+        let of =
+            |keys: &[&str]| count(config, keys).and_then(|v| u32::try_from(v).ok()).ok_or_else(|| missing(keys[0]));
+        pairs.uint(&key("block_count"), self.layers as u32);
+        let (heads, hidden) = (of(&["num_attention_heads"])?, of(&["hidden_size"])?);
+        pairs.uint(&key("context_length"), number("max_position_embeddings").unwrap_or(4096));
+        pairs.uint(&key("embedding_length"), hidden);
+        let intermediate = of(&[family.intermediate_key])?;
+        pairs.uint(&key("feed_forward_length"), number("intermediate_size").unwrap_or(intermediate));
+        pairs.uint(&key("attention.head_count"), heads);
+        pairs.uint(&key("expert_count"), of(EXPERTS_KEYS)?);
+        pairs.uint(&key("expert_used_count"), of(TOP_K_KEYS)?);
+        pairs.uint(&key("expert_feed_forward_length"), intermediate);
+        let epsilon = float("rms_norm_eps").ok_or_else(|| missing("rms_norm_eps"))?;
+        pairs.float(&key("attention.layer_norm_rms_epsilon"), epsilon);
+        if let Some(vocabulary) = self.vocabulary {
+            pairs.uint(&key("vocab_size"), vocabulary as u32);
+        }
+        if family.blocks == Blocks::AfterDense {
+            pairs.uint(&key("leading_dense_block_count"), number("first_k_dense_replace").unwrap_or(0));
+        }
+        if let Some(whole) = self.whole {
+            self.own_keys(whole, pairs)?;
+        }
+        let section = |name: &str| config.get(name).filter(|v| v.is_object());
+        let scaling = section("rope_parameters").or_else(|| section("rope_scaling"));
+        let scaled = |name: &str| scaling.and_then(|s| s.get(name)).and_then(Value::as_f64);
+        if architecture == "deepseek2" {
+            self.latent_to_gguf(pairs)?;
+        } else {
+            let head_dim = number("head_dim").unwrap_or(hidden / heads.max(1));
+            pairs.uint(&key("attention.head_count_kv"), number("num_key_value_heads").unwrap_or(heads));
+            pairs.uint(&key("attention.key_length"), head_dim);
+            pairs.uint(&key("attention.value_length"), head_dim);
+            let factor = float("partial_rotary_factor").or(scaled("partial_rotary_factor"));
+            let part = |factor: f64| (head_dim as f64 * factor) as u32;
+            match self.whole.map_or(Rotary::All, |w| w.rotary) {
+                Rotary::Factor(absent) => pairs.uint(&key("rope.dimension_count"), part(factor.unwrap_or(absent))),
+                Rotary::Count => {
+                    pairs.uint(
+                        &key("rope.dimension_count"),
+                        number("rotary_dim").unwrap_or(part(factor.unwrap_or(1.0))),
+                    );
+                }
+                Rotary::All | Rotary::AllCounted if factor.is_some_and(|f| f != 1.0) && !self.experts_only => {
+                    let what = format!("is {factor:?}; models of this family rotate all of a head");
+                    return Err(fail("partial_rotary_factor", what));
+                }
+                Rotary::AllCounted => pairs.uint(&key("rope.dimension_count"), head_dim),
+                Rotary::All => {}
+            }
+            // Said where it is not what readers take for granted.
+            if let Renormalize::Unless(absent, in_gguf) = family.renormalize {
+                let norm = config.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(absent);
+                if norm != in_gguf {
+                    pairs.flag(&key("expert_weights_norm"), norm);
+                }
+            }
+        }
+        pairs.float(&key("rope.freq_base"), scaled("rope_theta").or(float("rope_theta")).unwrap_or(10000.0));
+        let kind = scaling.and_then(|s| s.get("rope_type").or_else(|| s.get("type"))).and_then(Value::as_str);
+        match kind {
+            None | Some("default" | "none") => {}
+            Some("yarn") => {
+                pairs.text(&key("rope.scaling.type"), "yarn");
+                let factor = scaled("factor").ok_or_else(|| missing("rope_scaling.factor"))?;
+                pairs.float(&key("rope.scaling.factor"), factor);
+                if let Some(original) = scaled("original_max_position_embeddings") {
+                    pairs.uint(&key("rope.scaling.original_context_length"), original as u32);
+                }
+                for (name, gguf) in [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")] {
+                    if let Some(v) = scaled(name) {
+                        pairs.float(&key(&format!("rope.scaling.{gguf}")), v);
+                    }
+                }
+                // What follows from the factor need not be said; anything else has no key that all programs read alike.
+                let usual = 0.1 * factor.ln() + 1.0;
+                if let Some(own) = scaled("attention_factor").filter(|own| (own - usual).abs() > 1e-3) {
+                    let what = format!("is {own}; GGUF files can only say {usual:.4}, which follows from the factor");
+                    return Err(fail("rope_scaling.attention_factor", what));
+                }
+                match (scaled("mscale"), scaled("mscale_all_dim")) {
+                    (None, None) => {}
+                    (Some(m), Some(all)) if m == all => {
+                        pairs.float(&key("rope.scaling.yarn_log_multiplier"), all * 0.1);
+                    }
+                    (m, all) => {
+                        let what =
+                            format!("mscale {m:?} and mscale_all_dim {all:?} differ, which GGUF metadata cannot say");
+                        return Err(fail("rope_scaling", what));
+                    }
+                }
+            }
+            Some(other) => {
+                let what = format!("is of type `{other}`, which GGUF files are not written with; default and yarn are");
+                return Err(fail("rope_scaling", what));
+            }
+        }
+        Ok(())
     }
-    if let Some(shared) = number("n_shared_experts").filter(|&n| n > 0) {
-        pairs.uint(&key("expert_shared_count"), shared);
+
+    /// What the family's row has, and that the config says nothing that a file of it could not.
+    fn own_keys(&self, whole: &Whole, pairs: &mut Pairs) -> Result<()> {
+        let (config, strict) = (text(self.config), !self.experts_only);
+        let fail = |key: &str, what: String| Error::tensor(self.file, key, what);
+        let key = |name: &str| format!("{}.{name}", self.architecture);
+        for own in whole.keys {
+            let value = config.get(own.config).and_then(Value::as_f64).or(match own.absent {
+                Absent::Refused => None,
+                Absent::Is(value) => Some(value),
+            });
+            match (value, own.kind) {
+                (Some(v), Kind::Uint) => pairs.uint(&key(own.gguf), v as u32),
+                (Some(v), Kind::Float) => pairs.float(&key(own.gguf), v),
+                (None, _) if strict => {
+                    return Err(fail(own.config, "missing from the config: GGUF metadata need it".into()));
+                }
+                (None, _) => {}
+            }
+        }
+        for (name, value) in whole.stated {
+            pairs.uint(&key(name), *value as u32);
+        }
+        if !strict {
+            return Ok(());
+        }
+        let same = |a: &Value, b: &Value| a == b || a.as_f64().is_some_and(|a| Some(a) == b.as_f64());
+        let implied = (whole.implied)();
+        let scaling = ["rope_parameters", "rope_scaling"].map(|name| config.get(name));
+        let sections = [(Some(config), Some(&implied)), (scaling[0], implied.get("rope_scaling"))];
+        for (config, implied) in sections.into_iter().chain([(scaling[1], implied.get("rope_scaling"))]) {
+            for (name, due) in implied.and_then(Value::as_object).into_iter().flatten() {
+                let said = config.and_then(|c| c.get(name)).filter(|said| !said.is_null() && !due.is_object());
+                if let Some(said) = said.filter(|said| !same(said, due)) {
+                    let what = format!(
+                        "is {said}, which GGUF files of architecture {} cannot say: {due} is meant; --experts-only carries the \
+                         routed experts",
+                        self.architecture
+                    );
+                    return Err(fail(name, what));
+                }
+            }
+        }
+        let number = |key: &str| config.get(key).and_then(Value::as_u64);
+        let layers = config.get("layer_types").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+        let due = |i: usize| whole.window.map_or("full_attention", |every| layer_type(i, every));
+        if let Some((i, kind)) = layers.iter().enumerate().find(|(i, kind)| kind.as_str() != Some(due(*i))) {
+            let what =
+                format!("has {kind} for layer {i}; GGUF files of architecture {} mean {}", self.architecture, due(i));
+            return Err(fail("layer_types", what));
+        }
+        let window = number("sliding_window").filter(|_| config.get("use_sliding_window") != Some(&json!(false)));
+        match window.filter(|&w| whole.window.is_none() && number("max_position_embeddings").is_none_or(|all| w < all))
+        {
+            None => Ok(()),
+            Some(w) => {
+                let what = format!("is {w}; GGUF files of architecture {} cannot say that", self.architecture);
+                Err(fail("sliding_window", what))
+            }
+        }
     }
-    if let Some(vocabulary) = vocabulary {
-        pairs.uint(&key("vocab_size"), vocabulary as u32);
-    }
-    if architecture == "deepseek2" {
-        let (nope, rope) = (of(&["qk_nope_head_dim"])?, of(&["qk_rope_head_dim"])?);
-        let lora = of(&["kv_lora_rank"])?;
+
+    /// What DeepSeek's models have of their own.
+    fn latent_to_gguf(&self, pairs: &mut Pairs) -> Result<()> {
+        let config = text(self.config);
+        let number = |key: &str| config.get(key).and_then(Value::as_u64).and_then(|v| u32::try_from(v).ok());
+        let missing = |key: &str| Error::tensor(self.file, key, "missing from the config: GGUF metadata need it");
+        let of = |key: &str| number(key).ok_or_else(|| missing(key));
+        let key = |name: &str| format!("{}.{name}", self.architecture);
+        let (nope, rope, lora) = (of("qk_nope_head_dim")?, of("qk_rope_head_dim")?, of("kv_lora_rank")?);
+        if let Some(shared) = number("n_shared_experts").filter(|&n| n > 0) {
+            pairs.uint(&key("expert_shared_count"), shared);
+        }
         // Keys and values are one narrow row for all heads.
         pairs.uint(&key("attention.head_count_kv"), 1);
         if let Some(q_lora) = number("q_lora_rank").filter(|&n| n > 0) {
@@ -349,64 +600,23 @@ pub fn to_gguf(
         pairs.uint(&key("attention.key_length"), lora + rope);
         pairs.uint(&key("attention.value_length"), lora);
         pairs.uint(&key("attention.key_length_mla"), nope + rope);
-        pairs.uint(&key("attention.value_length_mla"), of(&["v_head_dim"])?);
+        pairs.uint(&key("attention.value_length_mla"), of("v_head_dim")?);
         pairs.uint(&key("rope.dimension_count"), rope);
-        pairs.uint(&key("leading_dense_block_count"), number("first_k_dense_replace").unwrap_or(0));
         let sigmoid = config
             .get("scoring_func")
             .and_then(Value::as_str)
-            .map_or(family.correction_bias.is_some(), |scoring| scoring == "sigmoid");
+            .map_or(self.family.correction_bias.is_some(), |scoring| scoring == "sigmoid");
         pairs.uint(&key("expert_gating_func"), if sigmoid { 2 } else { 1 });
         if let (Some(groups), Some(kept)) = (number("n_group"), number("topk_group")) {
             pairs.uint(&key("expert_group_count"), groups);
             pairs.uint(&key("expert_group_used_count"), kept);
         }
-        pairs.float(&key("expert_weights_scale"), float("routed_scaling_factor").unwrap_or(1.0));
+        let scale = config.get("routed_scaling_factor").and_then(Value::as_f64).unwrap_or(1.0);
+        pairs.float(&key("expert_weights_scale"), scale);
         let norm = config.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(sigmoid);
         pairs.flag(&key("expert_weights_norm"), norm);
-    } else {
-        let head_dim = number("head_dim").unwrap_or(hidden / heads.max(1));
-        pairs.uint(&key("attention.head_count_kv"), number("num_key_value_heads").unwrap_or(heads));
-        pairs.uint(&key("attention.key_length"), head_dim);
-        pairs.uint(&key("attention.value_length"), head_dim);
+        Ok(())
     }
-    let section = |name: &str| config.get(name).filter(|v| v.is_object());
-    let scaling = section("rope_parameters").or_else(|| section("rope_scaling"));
-    let scaled = |name: &str| scaling.and_then(|s| s.get(name)).and_then(Value::as_f64);
-    pairs.float(&key("rope.freq_base"), scaled("rope_theta").or(float("rope_theta")).unwrap_or(10000.0));
-    let kind = scaling.and_then(|s| s.get("rope_type").or_else(|| s.get("type"))).and_then(Value::as_str);
-    match kind {
-        None | Some("default" | "none") => {}
-        Some("yarn") => {
-            pairs.text(&key("rope.scaling.type"), "yarn");
-            let factor = scaled("factor").ok_or_else(|| missing("rope_scaling.factor"))?;
-            pairs.float(&key("rope.scaling.factor"), factor);
-            if let Some(original) = scaled("original_max_position_embeddings") {
-                pairs.uint(&key("rope.scaling.original_context_length"), original as u32);
-            }
-            for (name, gguf) in [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")] {
-                if let Some(v) = scaled(name) {
-                    pairs.float(&key(&format!("rope.scaling.{gguf}")), v);
-                }
-            }
-            match (scaled("mscale"), scaled("mscale_all_dim")) {
-                (None, None) => {}
-                (Some(m), Some(all)) if m == all => {
-                    pairs.float(&key("rope.scaling.yarn_log_multiplier"), all * 0.1);
-                }
-                (m, all) => {
-                    let what =
-                        format!("mscale {m:?} and mscale_all_dim {all:?} differ, which GGUF metadata cannot say");
-                    return Err(Error::tensor(file, "rope_scaling", what));
-                }
-            }
-        }
-        Some(other) => {
-            let what = format!("is of type `{other}`, which GGUF files are not written with; default and yarn are");
-            return Err(Error::tensor(file, "rope_scaling", what));
-        }
-    }
-    Ok(())
 }
 
 /// `general.file_type`: llama.cpp's number for a file that is mostly of a format.

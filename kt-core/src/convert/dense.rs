@@ -1,5 +1,6 @@
 //! Names of tensors that are not routed experts, in Hugging Face directories and in GGUF files.
 
+use super::family::Whole;
 use crate::source::names::Family;
 use crate::source::parts::{self, Part};
 
@@ -38,10 +39,12 @@ const MODEL: [Part; 3] = [parts::EMBEDDING, parts::LAST_NORM, parts::HEAD];
 pub const GGUF_PROJ: [&str; 3] = ["gate", "up", "down"];
 
 /// All pairs of names of a family's layers, where the family's own names come in.
-fn pairs(family: &Family) -> Vec<(String, String)> {
-    let more = parts::QKV_BIASES.iter().chain(&parts::DENSE).chain([&parts::KV_B]);
+fn pairs(family: &Family, whole: Option<&Whole>) -> Vec<(String, String)> {
+    let common = LAYER.iter().chain(&parts::QKV_BIASES).chain([&parts::O_BIAS, &parts::KV_B]).chain(&parts::DENSE);
+    let own = whole.map_or(&[][..], |w| w.parts);
+    let common = common.filter(|c| own.iter().all(|o| o.huggingface != c.huggingface));
     let named = |p: &Part| (p.huggingface.to_owned(), p.gguf.to_owned());
-    let mut all: Vec<_> = LAYER.iter().chain(more).map(named).collect();
+    let mut all: Vec<_> = common.chain(own).map(named).collect();
     all.push((format!("{}.weight", family.router), "ffn_gate_inp.weight".into()));
     // Rows without a correction bias may be of the same architecture as rows with one.
     let bias = family.correction_bias.unwrap_or("mlp.gate.e_score_correction_bias");
@@ -65,8 +68,8 @@ pub struct Spelling {
 
 impl Spelling {
     /// `prefix` stands before a layer's index in the directory.
-    pub fn new(family: &Family, prefix: &str) -> Self {
-        Spelling { layer: pairs(family), prefix: prefix.to_owned() }
+    pub fn new(family: &Family, whole: Option<&Whole>, prefix: &str) -> Self {
+        Spelling { layer: pairs(family, whole), prefix: prefix.to_owned() }
     }
 
     /// The directory's name as a GGUF file has it.

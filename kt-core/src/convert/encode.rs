@@ -8,11 +8,12 @@ use rayon::prelude::*;
 use serde_json::{Value, json};
 
 use super::layout::{self, Sides};
-use super::plan::{Item, What};
+use super::plan::{Item, Laid, What};
 use crate::error::{Error, Result};
 use crate::format::{Format, Matrix};
 use crate::importance::Importance;
-use crate::quantize::{Errors, difference, recode_weighted};
+use crate::layer::Proj;
+use crate::quantize::{Errors, difference, recode, recode_weighted};
 use crate::source::WeightSource;
 
 /// Rows of an item that are made together: all of them, or some of a matrix too large for that.
@@ -95,40 +96,62 @@ pub fn make(from: &From<'_>, item: &Item, rows: Range<usize>) -> Result<Made> {
         };
         Error::tensor(file, name, what)
     };
-    let whole = read(source, &item.what)?;
-    if (whole.rows(), whole.cols()) != (item.rows, item.cols) {
-        let found = (whole.rows(), whole.cols());
-        return Err(fail(format!("is {found:?}, but ({}, {}) was announced", item.rows, item.cols)));
-    }
-    let part = match rows.len() == item.rows {
-        true => whole,
-        false => whole.select_rows(rows.start, 1, rows.len()).map_err(fail)?,
+    // Of `all` rows of a matrix, those that are asked for.
+    let part = |whole: Matrix, all: usize, rows: Range<usize>| {
+        if (whole.rows(), whole.cols()) != (all, item.cols) {
+            let found = (whole.rows(), whole.cols());
+            return Err(fail(format!("is {found:?}, but ({all}, {}) was announced", item.cols)));
+        }
+        if rows.len() == all { Ok(whole) } else { whole.select_rows(rows.start, 1, rows.len()).map_err(fail) }
     };
-    let importance = match item.what {
-        What::Expert(layer, expert, proj) => from.importance.and_then(|i| i.of(layer, expert, proj)),
-        _ => None,
+    let recoded = |part: &Matrix, of: Option<(usize, usize, Proj)>| {
+        let importance = of.and_then(|(layer, expert, proj)| from.importance?.of(layer, expert, proj));
+        let made = recode_weighted(part, item.format, importance).map_err(fail)?;
+        let sums = if part.format() == item.format { Sums::default() } else { compare(part, &made) };
+        Ok::<_, Error>((made, sums))
     };
-    let made = recode_weighted(&part, item.format, importance).map_err(fail)?;
-    let sums = if part.format() == item.format { Sums::default() } else { compare(&part, &made) };
-    let sides = match item.sides {
-        true => Sides::of(&made, item.scales).map_err(fail)?,
-        false => Sides::default(),
+    let (made, sums) = match item.what {
+        What::Both(layer, expert) => {
+            let half = rows.start / 2..rows.end / 2;
+            let one = |proj: Proj| {
+                let part = part(source.matrix(layer, expert, proj)?, item.rows / 2, half.clone())?;
+                recoded(&part, Some((layer, expert, proj)))
+            };
+            let ((gate, mut sums), (up, of_up)) = (one(Proj::Gate)?, one(Proj::Up)?);
+            sums.add(&of_up);
+            (layout::in_turn(&gate, &up).map_err(fail)?, sums)
+        }
+        _ => {
+            let of = match item.what {
+                What::Expert(layer, expert, proj) => Some((layer, expert, proj)),
+                _ => None,
+            };
+            recoded(&part(read(source, &item.what)?, item.rows, rows)?, of)?
+        }
     };
-    if item.sides
+    let sides = match item.laid {
+        Laid::CodesAndSides | Laid::Scales => Sides::of(&made, item.scales).map_err(fail)?,
+        Laid::Codes | Laid::InputsFirst => Sides::default(),
+    };
+    if item.laid == Laid::CodesAndSides
         && let Some(zero) = layout::zero_point_beyond_codes(&made)
     {
         return Err(fail(format!("has a zero point of {zero}, which packed words cannot hold; choose another format")));
     }
-    Ok(Made { codes: layout::codes(&made), sides, sums })
+    Ok(match item.laid {
+        Laid::Scales => Made { codes: sides.scales.into(), sides: Sides::default(), sums: Sums::default() },
+        Laid::InputsFirst => Made { codes: layout::inputs_first(&made), sides, sums },
+        Laid::Codes | Laid::CodesAndSides => Made { codes: layout::codes(&made), sides, sums },
+    })
 }
 
 /// Lets go of the pages of what an item was made of.
 pub fn release(source: &dyn WeightSource, item: &Item) {
     match &item.what {
         // All three projections at once: with the last one.
-        What::Expert(layer, expert, _) => source.release(*layer, *expert),
-        What::Bias(..) => {}
-        What::Tensor(name) | What::Bytes(name) => source.release_tensor(name),
+        What::Expert(layer, expert, _) | What::Both(layer, expert) => source.release(*layer, *expert),
+        What::Bias(..) | What::BothBiases(..) => {}
+        What::Tensor(name) | What::Bytes(name) | What::Heads { from: name, .. } => source.release_tensor(name),
         What::Keys { from, .. } | What::Values { from, .. } => source.release_tensor(from),
         What::KeysAndValues { keys, values, .. } => {
             source.release_tensor(keys);
@@ -142,12 +165,41 @@ fn read(source: &dyn WeightSource, what: &What) -> Result<Matrix> {
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         Matrix::new(Format::F32, rows, cols, bytes.into(), None).map_err(|e| Error::file(source.path(), e))
     };
+    let bias = |layer: usize, expert: usize, proj: Proj| {
+        let bias = source.bias(layer, expert, proj)?;
+        bias.ok_or_else(|| Error::file(source.path(), format!("layer {layer}: its biases are gone")))
+    };
     match what {
         What::Expert(layer, expert, proj) => source.matrix(*layer, *expert, *proj),
+        What::Both(layer, expert) => source.matrix(*layer, *expert, Proj::Gate),
         What::Bias(layer, expert, proj) => {
-            let bias = source.bias(*layer, *expert, *proj)?;
-            let bias = bias.ok_or_else(|| Error::file(source.path(), format!("layer {layer}: its biases are gone")))?;
+            let bias = bias(*layer, *expert, *proj)?;
             numbers(1, bias.len(), bias.into())
+        }
+        What::BothBiases(layer, expert) => {
+            let (gate, up) = (bias(*layer, *expert, Proj::Gate)?, bias(*layer, *expert, Proj::Up)?);
+            let both: Vec<f32> = gate.into_iter().zip(up).flat_map(|(g, u)| [g, u]).collect();
+            numbers(1, both.len(), both.into())
+        }
+        What::Heads { from, heads, in_turn } => {
+            let m = source.tensor(from)?;
+            // Of a vector, each number is a row.
+            let (rows, width) = if m.rows() == 1 { (m.cols(), 1) } else { (m.rows(), m.cols()) };
+            let all = m.decode();
+            let half = rows / heads / 2;
+            let order = (0..rows).map(|i| {
+                let (head, at) = (i / (2 * half), i % (2 * half));
+                let (first, second) = if *in_turn { (at / 2, at % 2 * half) } else { (at % half * 2, at / half) };
+                head * 2 * half + first + second
+            });
+            let values: Vec<f32> = order.flat_map(|row| &all[row * width..][..width]).copied().collect();
+            let moved = numbers(m.rows(), m.cols(), values.into())?;
+            // Numbers that were read from a plain format go back into it as they were.
+            let plain = matches!(m.format(), Format::F32 | Format::F16 | Format::Bf16);
+            match plain {
+                true => recode(&moved, m.format()).map_err(|e| Error::tensor(source.path(), from, e)),
+                false => Ok(moved),
+            }
         }
         What::Tensor(name) | What::Bytes(name) => source.tensor(name),
         What::Keys { from, nope, value } => {

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 use super::values::Pairs;
 use crate::format::{Format, Matrix, ScaleType};
 use crate::source::gguf::Kind;
+use crate::source::safetensors::transposed::columns_to_rows;
 
 /// GGUF data begins, and each of its tensors, at a multiple of this.
 pub const ALIGNMENT: u64 = 32;
@@ -196,6 +197,39 @@ pub fn codes(matrix: &Matrix) -> Bytes {
         Some(_) => matrix.codes().clone(),
         None => (0..matrix.rows()).flat_map(|row| matrix.row(row)).copied().collect::<Vec<u8>>().into(),
     }
+}
+
+/// The numbers of a plain matrix, inputs first.
+pub fn inputs_first(matrix: &Matrix) -> Bytes {
+    let (codes, cols) = (codes(matrix), matrix.cols());
+    let turned = match matrix.format() {
+        Format::F32 => columns_to_rows(codes.as_chunks::<4>().0, cols, (0, 1, cols)).into_flattened(),
+        _ => columns_to_rows(codes.as_chunks::<2>().0, cols, (0, 1, cols)).into_flattened(),
+    };
+    turned.into()
+}
+
+/// The rows of two matrices of one shape and format in turn.
+///
+/// # Errors
+/// They are not alike, or of a format whose rows share scales.
+pub fn in_turn(first: &Matrix, second: &Matrix) -> Result<Matrix, String> {
+    let like = |m: &Matrix| (m.format(), m.rows(), m.cols());
+    if like(first) != like(second) || first.format() == Format::Fp8Block {
+        return Err(format!("{:?} and {:?} cannot alternate", like(first), like(second)));
+    }
+    let codes: Vec<u8> = (0..first.rows()).flat_map(|i| [first.row(i), second.row(i)]).flatten().copied().collect();
+    let scales = match first.scales() {
+        None => None,
+        Some(scales) => {
+            let kind = scales.kind();
+            let wide = first.format().scale_shape(first.rows(), first.cols()).map_or(0, |s| s.1) * kind.bytes();
+            let (a, b) = (Sides::of(first, kind)?.scales, Sides::of(second, kind)?.scales);
+            let both = a.chunks(wide.max(1)).zip(b.chunks(wide.max(1))).flat_map(|(a, b)| [a, b]);
+            Some((both.flatten().copied().collect::<Vec<u8>>().into(), kind))
+        }
+    };
+    Matrix::new(first.format(), 2 * first.rows(), first.cols(), codes.into(), scales)
 }
 
 /// A zero point above the largest code, which unsigned words cannot store.

@@ -12,7 +12,10 @@
 //! | output | layout |
 //! | --- | --- |
 //! | directory | safetensors shards; integers, FP8 per channel and MXFP4 as compressed-tensors has them, FP8 blocks alone as DeepSeek |
+//! | directory of gpt-oss | as published: MXFP4 blocks and scales, or floats with inputs first; gate's and up's rows in turn |
 //! | `.gguf` file | llama.cpp's names; experts of a layer stacked; the report's summary in the metadata, as `kt.convert` |
+//!
+//! Whole models cross from one container to the other where their family is in the table of `family.rs`; of others, the routed experts do.
 //!
 //! What all this costs in accuracy and in time is in `kt-core/CONVERSION.md`.
 
@@ -20,6 +23,7 @@ mod config;
 mod dense;
 mod disk;
 mod encode;
+mod family;
 mod layout;
 mod plan;
 mod tokenizer;
@@ -41,7 +45,7 @@ use crate::plan::human_bytes;
 use crate::quantize::Errors;
 use crate::source::WeightSource;
 use encode::{From, Sums};
-use plan::{Output, What};
+use plan::{Laid, Output, What};
 use write::{Journal, Written};
 
 pub use verify::{Verified, verify};
@@ -265,10 +269,12 @@ impl Conversion {
             let sha256 = written.sha256.clone();
             report.files.push(FileReport { name: file.name.clone(), bytes: file.bytes(), sha256 });
             for (item, sums) in file.items.iter().zip(&written.sums) {
-                if matches!(item.what, What::Bytes(_) | What::Bias(..)) {
+                if matches!(item.what, What::Bytes(_) | What::Bias(..) | What::BothBiases(..))
+                    || item.laid == Laid::Scales
+                {
                     continue;
                 }
-                if matches!(item.what, What::Expert(..)) {
+                if matches!(item.what, What::Expert(..) | What::Both(..)) {
                     report.experts.add(sums);
                 }
                 report.tensors.push(TensorReport {

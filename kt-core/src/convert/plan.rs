@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use super::config::{self, Layers, Seen};
 use super::dense::{self, Role, Spelling};
+use super::family::{self, Whole};
 use super::layout::{self, ALIGNMENT, Entry, Naming};
 use super::values::Pairs;
 use super::{Container, Options, tokenizer};
@@ -29,16 +30,36 @@ pub enum What {
     Expert(usize, usize, Proj),
     /// Its bias.
     Bias(usize, usize, Proj),
+    /// Gate and up of an expert, their rows in turn.
+    Both(usize, usize),
+    /// Their biases, in turn.
+    BothBiases(usize, usize),
     /// Another tensor, with its scales.
     Tensor(String),
     /// A tensor's bytes as they are.
     Bytes(String),
+    /// Another tensor whose rows, of each head, come in another order: of two halves one behind the other (as directories have them),
+    /// or in turn.
+    Heads { from: String, heads: usize, in_turn: bool },
     /// Out of a matrix `[heads * (nope + value), narrow]`: the keys' rows of each head, transposed.
     Keys { from: String, nope: usize, value: usize },
     /// The values' rows of each head of the same.
     Values { from: String, nope: usize, value: usize },
     /// Such a matrix out of these two.
     KeysAndValues { keys: String, values: String, heads: usize },
+}
+
+/// What of a matrix is in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Laid {
+    /// Its codes, row after row; in GGUF, scales are among them.
+    Codes,
+    /// Its codes, and behind them its scales and the like.
+    CodesAndSides,
+    /// Its scales alone.
+    Scales,
+    /// Its numbers, inputs first.
+    InputsFirst,
 }
 
 /// A piece of a file that is made at once.
@@ -52,8 +73,7 @@ pub struct Item {
     pub rows: usize,
     pub cols: usize,
     pub scales: ScaleType,
-    /// Whether scales and the like follow the codes; in GGUF they are among them.
-    pub sides: bool,
+    pub laid: Laid,
     /// Bytes in the file.
     pub bytes: u64,
     /// Its name in reports.
@@ -116,12 +136,26 @@ struct Dense {
     matrix: Option<Matrix>,
     shape: Vec<usize>,
     role: Role,
+    /// Heads whose rows come in another order in the output.
+    heads: Option<usize>,
+}
+
+impl Dense {
+    /// What it is made of; `gguf` where the output is a GGUF file.
+    fn what(&self, gguf: bool) -> What {
+        match self.heads {
+            Some(heads) => What::Heads { from: self.from.clone(), heads, in_turn: gguf },
+            None => What::Tensor(self.from.clone()),
+        }
+    }
 }
 
 struct Planner<'a> {
     source: &'a dyn WeightSource,
     options: &'a Options,
     family: &'static Family,
+    /// The row of families that can be carried whole.
+    whole: Option<&'static Whole>,
     prefix: String,
     notes: BTreeSet<String>,
 }
@@ -135,19 +169,17 @@ impl<'a> Planner<'a> {
             Metadata::HuggingFace(_) => family.prefix(tensors.iter().map(String::as_str)),
             Metadata::Gguf(_) => family.prefixes[0],
         };
-        Ok(Planner { source, options, family, prefix: prefix.to_owned(), notes: BTreeSet::new() })
+        let whole = family::of(source.metadata());
+        Ok(Planner { source, options, family, whole, prefix: prefix.to_owned(), notes: BTreeSet::new() })
     }
 
     fn fail(&self, tensor: &str, what: impl Into<String>) -> Error {
         Error::tensor(self.source.path(), tensor, what)
     }
 
-    /// The architecture that GGUF files of the family name, and whether names of all tensors are known in both containers.
-    fn architecture(&self) -> Option<(&'static str, bool)> {
-        // Rows without one of their own have that of the row they stem from.
-        let own = self.family.architectures.first().copied();
-        let architecture = own.or_else(|| (self.family.model_types == ["deepseek_v2"]).then_some("deepseek2"))?;
-        Some((architecture, config::WHOLE.contains(&architecture)))
+    /// The architecture that GGUF files of the family name.
+    fn architecture(&self) -> Option<&'static str> {
+        self.whole.map(|w| w.architecture).or_else(|| self.family.architectures.first().copied())
     }
 
     fn plan(mut self, name: &str) -> Result<Output> {
@@ -182,22 +214,17 @@ impl<'a> Planner<'a> {
     fn dense(&mut self) -> Result<Vec<Dense>> {
         let tensors: BTreeSet<String> = self.source.tensors().into_iter().collect();
         let renamed = tensors.iter().any(|n| n.starts_with("blk."));
-        let spelling = Spelling::new(self.family, &self.prefix);
+        let spelling = Spelling::new(self.family, self.whole, &self.prefix);
         let gguf = self.options.container == Container::Gguf;
         let crosses = renamed != gguf;
-        if crosses {
-            match self.architecture() {
-                Some((_, true)) => {}
-                _ => {
-                    let family = self.source.metadata().family().unwrap_or_default();
-                    let what = format!(
-                        "models of family `{family}` are not carried whole from one container to the other yet, only of {}; \
-                         --experts-only carries the routed experts",
-                        config::WHOLE.join(", ")
-                    );
-                    return Err(Error::file(self.source.path(), what));
-                }
-            }
+        if crosses && self.whole.is_none() {
+            let family = self.source.metadata().family().unwrap_or_default();
+            let what = format!(
+                "models of family `{family}` are not carried whole from one container to the other, only of {}; \
+                 --experts-only carries the routed experts",
+                family::names()
+            );
+            return Err(Error::file(self.source.path(), what));
         }
         let mut all = Vec::new();
         for name in &tensors {
@@ -229,7 +256,7 @@ impl<'a> Planner<'a> {
                     || from.ends_with(parts::V_B.gguf))
             {
                 // Cut in two, or joined: see `cut_keys` and `join_keys`.
-                all.push(Dense { to: String::new(), from, matrix, shape, role });
+                all.push(Dense { to: String::new(), from, matrix, shape, role, heads: None });
                 continue;
             }
             let to = match (crosses, gguf) {
@@ -237,7 +264,20 @@ impl<'a> Planner<'a> {
                 (true, true) => spelling.to_gguf(&from),
                 (true, false) => spelling.to_directory(&from),
             };
-            let ignored = ["rotary_emb.inv_freq", "rope_freqs.weight"].iter().any(|end| from.ends_with(end));
+            let ignored = match &matrix {
+                Some(factors) if from.ends_with("rope_freqs.weight") => {
+                    if let Some(v) = factors.decode().iter().find(|&&v| v != 1.0) {
+                        let what =
+                            format!("has {v}; frequencies that are stretched one by one have no name in a directory");
+                        return Err(self.fail(&from, format!("{what}; use --experts-only")));
+                    }
+                    true
+                }
+                _ => from.ends_with("rotary_emb.inv_freq"),
+            };
+            // Other programs' directories may have GGUF's names, but never its order of rows.
+            let from_gguf = matches!(self.source.metadata(), Metadata::Gguf(_));
+            let heads = if from_gguf != gguf { self.heads(&from, &shape)? } else { None };
             // A vector there, a matrix of one row here.
             let shape = match (to.as_deref(), self.family.shared_gate, &shape[..]) {
                 (Some(to), ..) if crosses && to.ends_with("ffn_gate_inp_shexp.weight") => vec![shape.iter().product()],
@@ -245,12 +285,42 @@ impl<'a> Planner<'a> {
                 _ => shape,
             };
             match to {
-                Some(to) => all.push(Dense { from, to, matrix, shape, role }),
+                Some(to) => all.push(Dense { from, to, matrix, shape, role, heads }),
                 None if ignored => {}
                 None => return Err(self.fail(&from, "has no name in the other container; use --experts-only")),
             }
         }
         Ok(all)
+    }
+
+    /// The heads of queries or keys, where the containers have their rows in different orders.
+    fn heads(&self, from: &str, shape: &[usize]) -> Result<Option<usize>> {
+        let parts = [parts::Q, parts::K, parts::QKV_BIASES[0], parts::QKV_BIASES[1]];
+        let found = parts.iter().position(|p| from.ends_with(p.huggingface) || from.ends_with(p.gguf));
+        let Some(i) = found.filter(|_| self.whole.is_some_and(|w| w.paired)) else { return Ok(None) };
+        let (all, narrow) = match self.source.metadata() {
+            Metadata::HuggingFace(config) => {
+                let number = |key: &str| names::count(text(config), &[key]);
+                (number("num_attention_heads"), number("num_key_value_heads"))
+            }
+            Metadata::Gguf(map) => {
+                let family = self.source.metadata().family().unwrap_or_default();
+                let number = |key: &str| map.get(&format!("{family}.attention.{key}")).and_then(Meta::as_usize);
+                (number("head_count"), number("head_count_kv"))
+            }
+        };
+        let heads = if i % 2 == 0 { all } else { narrow.or(all) };
+        let rows = shape.first().copied().unwrap_or(0);
+        match heads.filter(|&h| h > 0 && h.checked_mul(2).is_some_and(|halves| rows.is_multiple_of(halves))) {
+            Some(heads) => Ok(Some(heads)),
+            None => {
+                let heads = heads.map_or("not said".to_owned(), |h| h.to_string());
+                Err(self.fail(
+                    from,
+                    format!("has {rows} rows, which the heads ({heads}) do not divide into two halves each"),
+                ))
+            }
+        }
     }
 
     /// What a tensor that is no routed expert becomes.
@@ -304,8 +374,23 @@ impl<'a> Planner<'a> {
 
     fn expert_format(&mut self, layer: &LayerSpec, proj: Proj) -> Result<Format> {
         let wanted = self.options.experts.map_or(layer.format(proj), |formats| formats[proj.index()]);
+        // One format in two layouts, of which each container has one.
+        let wanted = match (wanted, self.options.container) {
+            (Format::Mxfp4, Container::Gguf) => Format::Mxfp4Ggml,
+            (Format::Mxfp4Ggml, Container::Safetensors) => Format::Mxfp4,
+            _ => wanted,
+        };
         let fits = match self.options.container {
             Container::Gguf => Kind::holding(wanted).is_some(),
+            Container::Safetensors if self.alternates() => {
+                if !is_plain(wanted) && wanted != Format::Mxfp4 {
+                    let what = format!(
+                        "experts of this family have no layout for {wanted} in a directory; choose mxfp4 or bf16 for them"
+                    );
+                    return Err(Error::file(self.source.path(), what));
+                }
+                true
+            }
             Container::Safetensors => layout::fits_safetensors(wanted),
         };
         if !fits || layout::is_kept_only(wanted) && layer.format(proj) != wanted {
@@ -325,22 +410,15 @@ impl<'a> Planner<'a> {
         Ok(format)
     }
 
-    /// An expert's item; `sides` where scales are tensors of their own.
-    fn expert(&self, layer: &LayerSpec, expert: usize, proj: Proj, to: (Format, ScaleType), sides: bool) -> Item {
+    /// An expert's item.
+    fn expert(&self, layer: &LayerSpec, expert: usize, proj: Proj, to: (Format, ScaleType), laid: Laid) -> Item {
         let (rows, cols) = layer.shape(proj);
         let name = self.source.tensor_name(layer.index, expert, proj).1;
         let from = layer.format(proj);
-        Item { from, ..item(What::Expert(layer.index, expert, proj), to, (rows, cols), sides, name) }
+        Item { from, ..item(What::Expert(layer.index, expert, proj), to, (rows, cols), laid, name) }
     }
 
     fn safetensors(&mut self, dense: &[Dense]) -> Result<Output> {
-        if let (ExpertNames::Alternating(_), Some(layer)) = (self.family.experts, self.source.layers().first()) {
-            let name = self.source.tensor_name(layer.index, 0, Proj::Gate).1;
-            return Err(self.fail(
-                &name,
-                "experts with alternating rows and biases are written to GGUF only; choose a .gguf output",
-            ));
-        }
         let specs = self.source.layers().to_vec();
         let mut formats = Vec::new();
         for layer in &specs {
@@ -368,7 +446,17 @@ impl<'a> Planner<'a> {
         // Tensors begin at multiples of their type's size, as long as what is before them ends so.
         groups.sort_by_key(|g| !g.bytes().is_multiple_of(4));
         let files = safetensors_files(groups, self.options.shard_bytes);
-        let config = self.config(dense, config::quantization(&layers, naming))?;
+        let mut quantization = config::quantization(&layers, naming);
+        if self.alternates() && formats[..specs.len() * 3].contains(&Format::Mxfp4) {
+            // One method of quantization is all that a config can name.
+            if quantization.is_some() || formats[..specs.len() * 3].iter().any(|f| *f != Format::Mxfp4) {
+                let what = "where experts of this family are MXFP4, all of them are, and nothing else is quantized in the directory; \
+                            choose bf16 for the others, or for all experts";
+                return Err(Error::file(self.source.path(), what));
+            }
+            quantization = Some(config::quantized_experts());
+        }
+        let config = self.config(dense, quantization)?;
         let mut sides = self.directory_sides()?;
         sides.push(("config.json".into(), pretty(&config)));
         Ok(Output { files, sides, notes: self.notes.iter().cloned().collect() })
@@ -395,7 +483,7 @@ impl<'a> Planner<'a> {
         {
             layers.add(base, format);
         }
-        if format == m.format() && is_plain(format) {
+        if format == m.format() && is_plain(format) && d.heads.is_none() {
             return self.copied(d);
         }
         let base = d.to.strip_suffix(".weight").unwrap_or(&d.to);
@@ -405,8 +493,7 @@ impl<'a> Planner<'a> {
         if is_plain(format) {
             (entries[0].name, entries[0].shape) = (d.to.clone(), d.shape.clone());
         }
-        let what = What::Tensor(d.from.clone());
-        let item = item(what, (format, scales), (m.rows(), m.cols()), true, d.from.clone());
+        let item = item(d.what(false), (format, scales), (m.rows(), m.cols()), Laid::CodesAndSides, d.from.clone());
         let items = vec![Item { from: m.format(), ..item }];
         Ok(Group { entries, items })
     }
@@ -425,15 +512,19 @@ impl<'a> Planner<'a> {
             let m = self.source.matrix(layer.index, 0, proj)?;
             to.push((formats[proj.index()], scales_of(&m, formats[proj.index()])));
         }
+        if self.alternates() {
+            return self.alternating_in_directory(layer, formats, &prefix);
+        }
         let packed = matches!(self.family.experts, ExpertNames::Packed(..));
         let same = formats[0] == formats[1] && formats.iter().all(|&f| is_plain(f));
         if packed && same {
             let kind = |p: Proj| formats[p.index()].to_string();
             let stem = format!("{prefix}{}", self.family.expert_stem());
             let (i, h, e) = (layer.intermediate, layer.hidden, layer.experts);
-            let both = |expert| [Proj::Gate, Proj::Up].map(|p| self.expert(layer, expert, p, to[p.index()], true));
+            let laid = Laid::CodesAndSides;
+            let both = |expert| [Proj::Gate, Proj::Up].map(|p| self.expert(layer, expert, p, to[p.index()], laid));
             let gate_up: Vec<Item> = (0..e).flat_map(both).collect();
-            let down = (0..e).map(|x| self.expert(layer, x, Proj::Down, to[2], true)).collect();
+            let down = (0..e).map(|x| self.expert(layer, x, Proj::Down, to[2], laid)).collect();
             let parts = [
                 ("gate_up_proj", vec![e, 2 * i, h], Proj::Gate, gate_up),
                 ("down_proj", vec![e, h, i], Proj::Down, down),
@@ -456,7 +547,66 @@ impl<'a> Planner<'a> {
             layers.add(&base, format);
             let entries = layout::entries(&base, format, layer.shape(proj), scales, naming)
                 .map_err(|e| Error::Invalid(format!("`{base}`: {e}")))?;
-            groups.push(Group { entries, items: vec![self.expert(layer, expert, proj, (format, scales), true)] });
+            let item = self.expert(layer, expert, proj, (format, scales), Laid::CodesAndSides);
+            groups.push(Group { entries, items: vec![item] });
+        }
+        Ok(groups)
+    }
+
+    /// Whether experts have the layout of gpt-oss: rows of gate and up in turn, and biases.
+    fn alternates(&self) -> bool {
+        matches!(self.family.experts, ExpertNames::Alternating(_))
+    }
+
+    /// The experts of a layer as gpt-oss has them.
+    fn alternating_in_directory(&self, layer: &LayerSpec, formats: [Format; 3], prefix: &str) -> Result<Vec<Group>> {
+        let stem = format!("{prefix}{}", self.family.expert_stem());
+        if !layer.biases {
+            return Err(
+                self.fail(&format!("{stem}.gate_up_proj_bias"), "the source has no such biases; the family needs them")
+            );
+        }
+        if formats[0] != formats[1] {
+            let what =
+                format!("cannot hold {} and {}: gate and up are one tensor, of one format", formats[0], formats[1]);
+            return Err(self.fail(&format!("{stem}.gate_up_proj"), what));
+        }
+        let (e, i, h) = (layer.experts, layer.intermediate, layer.hidden);
+        let mut groups = Vec::new();
+        for (name, proj, rows, cols) in [("gate_up_proj", Proj::Gate, 2 * i, h), ("down_proj", Proj::Down, h, i)] {
+            let format = formats[proj.index()];
+            let to = (format, scale_type(format));
+            let all = |laid: Laid| -> Vec<Item> {
+                let one = |x| match proj {
+                    Proj::Down => self.expert(layer, x, proj, to, laid),
+                    _ => {
+                        let name = self.source.tensor_name(layer.index, x, proj).1;
+                        let both = item(What::Both(layer.index, x), to, (rows, cols), laid, name);
+                        Item { from: layer.format(proj), ..both }
+                    }
+                };
+                (0..e).map(one).collect()
+            };
+            let mut put = |suffix: &str, kind: &str, shape: Vec<usize>, items: Vec<Item>| {
+                let bytes = items.iter().map(|i| i.bytes).sum();
+                let entry = Entry { name: format!("{stem}.{name}{suffix}"), kind: kind.to_owned(), shape, bytes };
+                groups.push(Group { entries: vec![entry], items });
+            };
+            match format {
+                Format::Mxfp4 => {
+                    put("_blocks", "U8", vec![e, rows, cols / 32, 16], all(Laid::Codes));
+                    put("_scales", "U8", vec![e, rows, cols / 32], all(Laid::Scales));
+                }
+                _ => put("", &format.to_string(), vec![e, cols, rows], all(Laid::InputsFirst)),
+            }
+            let bias = |x| {
+                let what = match proj {
+                    Proj::Down => What::Bias(layer.index, x, proj),
+                    _ => What::BothBiases(layer.index, x),
+                };
+                item(what, PLAIN, (1, rows), Laid::Codes, format!("{stem}.{name}_bias[{x}]"))
+            };
+            put("_bias", "F32", vec![e, rows], (0..e).map(bias).collect());
         }
         Ok(groups)
     }
@@ -486,7 +636,7 @@ impl<'a> Planner<'a> {
             let entries =
                 layout::entries(base, format, (rows, cols), to.1, naming).map_err(|e| self.fail(&keys.from, e))?;
             let what = What::KeysAndValues { keys: keys.from.clone(), values, heads: *heads };
-            let item = item(what, to, (rows, cols), true, keys.from.clone());
+            let item = item(what, to, (rows, cols), Laid::CodesAndSides, keys.from.clone());
             groups.push(Group { entries, items: vec![Item { from: held, ..item }] });
         }
         Ok(groups)
@@ -496,6 +646,10 @@ impl<'a> Planner<'a> {
         let config = match self.source.metadata() {
             Metadata::HuggingFace(config) => config.clone(),
             Metadata::Gguf(map) => {
+                let whole = self.whole.ok_or_else(|| {
+                    let what = format!("cannot become a Hugging Face directory; {} can", family::names());
+                    self.fail("general.architecture", what)
+                })?;
                 let has = |name: &str| dense.iter().find(|d| d.from == name);
                 let specs = self.source.layers();
                 let count = self.layer_count(&self.source.tensors());
@@ -508,8 +662,9 @@ impl<'a> Planner<'a> {
                     dense_layers: (0..count).filter(|&i| !specs.iter().any(|l| l.index == i)).collect(),
                     layers: count,
                     intermediate: specs.first().map_or(0, |l| l.intermediate),
+                    has: &|name| dense.iter().any(|d| d.from.split('.').skip(2).eq(name.split('.'))),
                 };
-                config::from_gguf(map, &seen, self.source.path())?
+                config::from_gguf(map, (self.family, whole), &seen, self.source.path())?
             }
         };
         Ok(config::requantized(config, quantization))
@@ -587,11 +742,13 @@ impl<'a> Planner<'a> {
                 let (rows, cols) = layer.shape(proj);
                 let stem = format!("blk.{}.ffn_{}_exps", layer.index, dense::GGUF_PROJ[proj.index()]);
                 let to = (format, ScaleType::F32);
-                let items: Vec<Item> = (0..layer.experts).map(|e| self.expert(layer, e, proj, to, false)).collect();
+                let items: Vec<Item> =
+                    (0..layer.experts).map(|e| self.expert(layer, e, proj, to, Laid::Codes)).collect();
                 groups.push(stacked(format!("{stem}.weight"), vec![layer.experts, rows, cols], format, items)?);
                 if layer.biases {
                     let bias = |e| {
-                        item(What::Bias(layer.index, e, proj), PLAIN, (1, rows), false, format!("{stem}.bias[{e}]"))
+                        let name = format!("{stem}.bias[{e}]");
+                        item(What::Bias(layer.index, e, proj), PLAIN, (1, rows), Laid::Codes, name)
                     };
                     let items = (0..layer.experts).map(bias).collect();
                     groups.push(stacked(format!("{stem}.bias"), vec![layer.experts, rows], Format::F32, items)?);
@@ -636,13 +793,12 @@ impl<'a> Planner<'a> {
             return Ok(vec![self.copied(d)?]);
         }
         let format = self.dense_format(d, m.format())?;
-        if format == m.format() && is_plain(format) {
+        if format == m.format() && is_plain(format) && d.heads.is_none() {
             let mut group = self.copied(d)?;
             group.entries[0].kind = format.to_string();
             return Ok(vec![group]);
         }
-        let what = What::Tensor(d.from.clone());
-        let item = item(what, (format, ScaleType::F32), (m.rows(), m.cols()), false, d.from.clone());
+        let item = item(d.what(true), (format, ScaleType::F32), (m.rows(), m.cols()), Laid::Codes, d.from.clone());
         let items = vec![Item { from: m.format(), ..item }];
         Ok(vec![stacked(d.to.clone(), d.shape.clone(), format, items)?])
     }
@@ -669,7 +825,7 @@ impl<'a> Planner<'a> {
         ] {
             let name = format!("blk.{layer}.{name}");
             let format = self.fallback(held, shape[2], &name);
-            let item = item(what, (format, ScaleType::F32), (shape[0] * shape[1], shape[2]), false, name.clone());
+            let item = item(what, (format, ScaleType::F32), (shape[0] * shape[1], shape[2]), Laid::Codes, name.clone());
             groups.push(stacked(name, shape, format, vec![Item { from: m.format(), ..item }])?);
         }
         Ok(groups)
@@ -702,7 +858,7 @@ impl<'a> Planner<'a> {
             }
             Metadata::HuggingFace(config) => config.clone(),
         };
-        let (architecture, _) = self.architecture().ok_or_else(|| {
+        let architecture = self.architecture().ok_or_else(|| {
             let family = self.source.metadata().family().unwrap_or_default();
             Error::file(self.source.path(), format!("family `{family}` has no architecture in GGUF"))
         })?;
@@ -716,7 +872,17 @@ impl<'a> Planner<'a> {
         let vocabulary = vocabulary.or_else(|| names::count(text(&config), &["vocab_size"]));
         let layers = self.layer_count(&[]);
         let file = self.source.path().join("config.json");
-        config::to_gguf(&mut pairs, &config, self.family, architecture, (layers, vocabulary), &file)?;
+        let model = config::Model {
+            config: &config,
+            family: self.family,
+            architecture,
+            whole: self.whole,
+            experts_only: self.options.experts_only,
+            layers,
+            vocabulary,
+            file: &file,
+        };
+        model.to_gguf(&mut pairs)?;
         let json = |name: &str| -> Result<Option<Value>> {
             let Some(bytes) = self.source.side_file(name)? else { return Ok(None) };
             let wrong = |e| Error::file(self.source.path().join(name), format!("not valid JSON: {e}"));
@@ -741,7 +907,7 @@ impl<'a> Planner<'a> {
 
 /// A tensor that is copied.
 fn bytes_item(d: &Dense, bytes: usize) -> Item {
-    let item = item(What::Bytes(d.from.clone()), PLAIN, (bytes, 1), false, d.to.clone());
+    let item = item(What::Bytes(d.from.clone()), PLAIN, (bytes, 1), Laid::Codes, d.to.clone());
     Item { bytes: bytes as u64, ..item }
 }
 
@@ -752,16 +918,22 @@ fn item(
     what: What,
     (format, scales): (Format, ScaleType),
     (rows, cols): (usize, usize),
-    sides: bool,
+    laid: Laid,
     name: String,
 ) -> Item {
-    let mut bytes = format.row_bytes(cols).unwrap_or(0) as u64 * rows as u64;
-    if sides {
+    let bytes = match laid {
+        Laid::Codes | Laid::InputsFirst => format.row_bytes(cols).unwrap_or(0) as u64 * rows as u64,
         // What `layout::entries` lists; a shape that it refuses is refused before.
-        let all = layout::entries("", format, (rows, cols), scales, Naming::CompressedTensors).unwrap_or_default();
-        bytes = all.iter().map(|e| e.bytes).sum();
-    }
-    Item { what, from: format, format, rows, cols, scales, sides, bytes, name }
+        Laid::CodesAndSides => {
+            let all = layout::entries("", format, (rows, cols), scales, Naming::CompressedTensors).unwrap_or_default();
+            all.iter().map(|e| e.bytes).sum()
+        }
+        Laid::Scales => {
+            let (high, wide) = format.scale_shape(rows, cols).unwrap_or_default();
+            (high * wide * scales.bytes()) as u64
+        }
+    };
+    Item { what, from: format, format, rows, cols, scales, laid, bytes, name }
 }
 
 /// A GGUF tensor of items, one behind the other.

@@ -60,6 +60,14 @@ impl Pairs {
         });
     }
 
+    pub fn floats(&mut self, key: &str, values: &[f32]) {
+        self.put(key, 9, |out| {
+            out.extend(6u32.to_le_bytes());
+            out.extend((values.len() as u64).to_le_bytes());
+            out.extend(values.iter().flat_map(|v| v.to_le_bytes()));
+        });
+    }
+
     /// Where the last pair ends in a file that they are written to.
     pub fn end(&self) -> u64 {
         // The magic number, the version, and the numbers of tensors and pairs are in front.

@@ -20,7 +20,7 @@ use sha2::{Digest, Sha256};
 
 use super::encode::{self, From, Made, STEP, Sums};
 use super::layout::{self, Sides};
-use super::plan::{File, Item, What};
+use super::plan::{File, Item, Laid, What};
 use crate::backend::Progress;
 use crate::error::{Error, Result};
 use crate::source::WeightSource;
@@ -194,7 +194,8 @@ fn jobs(plan: &File, first: usize, most: u64) -> Vec<Job> {
         let values = item.rows as u64 * item.cols as u64;
         let copied = matches!(item.what, What::Bytes(_));
         let cost = if copied { item.bytes } else { 2 * item.bytes + 2 * values };
-        let parts = cost.div_ceil(most.max(1)).max(1);
+        // Rows of inputs are whole only once all outputs are known.
+        let parts = if item.laid == Laid::InputsFirst { 1 } else { cost.div_ceil(most.max(1)).max(1) };
         let rows = (item.rows as u64).div_ceil(parts).next_multiple_of(STEP as u64) as usize;
         for start in (0..item.rows).step_by(rows.max(STEP)) {
             let end = item.rows.min(start + rows);
@@ -309,7 +310,7 @@ impl<'a> Target<'a> {
                 sides.extend(piece.made.sides);
                 sums.add(&piece.made.sums);
                 if piece.last {
-                    if item.sides {
+                    if item.laid == Laid::CodesAndSides {
                         let shape = (item.rows, item.cols);
                         let tail = layout::tail(item.format, shape, std::mem::take(&mut sides));
                         self.put(&tail)?;

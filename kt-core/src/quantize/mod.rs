@@ -8,6 +8,7 @@
 
 mod blocks;
 mod grids;
+mod repack;
 mod rows;
 mod search;
 mod source;
@@ -69,6 +70,9 @@ pub fn recode(matrix: &Matrix, format: Format) -> Result<Matrix, String> {
 pub fn recode_weighted(matrix: &Matrix, format: Format, importance: Option<&[f32]>) -> Result<Matrix, String> {
     if matrix.format() == format {
         return Ok(matrix.clone());
+    }
+    if let Some(moved) = repack::mxfp4(matrix, format) {
+        return Ok(moved);
     }
     let cols = matrix.cols();
     encode_bands(format, matrix.rows(), cols, importance, |range, out| {

@@ -10,6 +10,8 @@ pub struct Cutting {
     pub patterns: &'static [&'static str],
     /// Composes characters first.
     pub nfc: bool,
+    /// A piece that is a token is that token, whatever merges would make of it.
+    pub whole: bool,
 }
 
 /// The pattern that byte-level tokenizers have where they name none.
@@ -17,13 +19,14 @@ pub const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p
 
 /// All that are known.
 pub static ALL: &[Cutting] = &[
-    Cutting { pre: &["gpt-2"], patterns: &[GPT2], nfc: false },
+    Cutting { pre: &["gpt-2"], patterns: &[GPT2], nfc: false, whole: false },
     Cutting {
         pre: &["qwen2"],
         patterns: &[
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         ],
         nfc: true,
+        whole: false,
     },
     Cutting {
         pre: &["deepseek-v3"],
@@ -33,6 +36,27 @@ pub static ALL: &[Cutting] = &[
             r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##,
         ],
         nfc: false,
+        whole: false,
+    },
+    // GLM-4, and Llama 3.
+    Cutting {
+        pre: &["glm4", "llama-bpe", "llama3", "llama-v3"],
+        patterns: &[
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ],
+        nfc: false,
+        whole: true,
+    },
+    // gpt-oss, and MiniMax-M2.
+    Cutting {
+        pre: &["gpt-4o", "minimax-m2"],
+        patterns: &[concat!(
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
+            r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        )],
+        nfc: false,
+        whole: true,
     },
 ];
 

@@ -61,6 +61,8 @@ pub const QKV_BIASES: [Part; 3] = [
     part("self_attn.k_proj.bias", "attn_k.bias"),
     part("self_attn.v_proj.bias", "attn_v.bias"),
 ];
+/// Bias of the output of attention.
+pub const O_BIAS: Part = part("self_attn.o_proj.bias", "attn_output.bias");
 
 /// The embedding, `[vocabulary, hidden]`.
 pub const EMBEDDING: Part = part("model.embed_tokens.weight", "token_embd.weight");

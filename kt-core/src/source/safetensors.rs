@@ -5,7 +5,7 @@
 
 pub(crate) mod linear;
 pub(super) mod shards;
-pub(super) mod transposed;
+pub(crate) mod transposed;
 
 use std::path::{Path, PathBuf};
 
