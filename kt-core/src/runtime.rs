@@ -839,6 +839,7 @@ impl Runtime {
                 spec: spec.clone(),
                 placed: RwLock::new(Placed::new(spec.experts, ids)),
                 observed: Mutex::new(Observed::new(spec.experts, banks.len())),
+                prepared: AtomicUsize::new(0),
                 banks,
                 pass_tokens: self.pass_tokens,
                 team: self.team.clone(),
