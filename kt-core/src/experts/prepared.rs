@@ -74,9 +74,10 @@ struct Call {
     counted: Counted,
 }
 
-impl Drop for Shared {
+impl Drop for Prepared {
     fn drop(&mut self) {
-        self.layer.prepared.fetch_sub(1, Ordering::SeqCst);
+        // A call that is under way looks for experts itself, and they do not move while it computes.
+        self.shared.layer.prepared.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
