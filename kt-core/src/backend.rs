@@ -321,6 +321,15 @@ pub trait ExpertBank: Any + Send + Sync {
         Ok(())
     }
 
+    /// [`replace`](ExpertBank::replace) in two parts: reads and packs the expert now, while work goes on, and returns what puts it in its place,
+    /// for when nothing is submitted. Dropped, that changes nothing. By default it does all.
+    ///
+    /// # Errors
+    /// As [`replace`](ExpertBank::replace), each part.
+    fn replacement<'a>(&'a self, local: u32, expert: u32, from: &'a dyn WeightSource) -> Result<Replacement<'a>> {
+        Ok(Box::new(move || self.replace(local, expert, from)))
+    }
+
     /// Does the work on the calling thread and the backend's, returning when done.
     ///
     /// # Errors
@@ -329,6 +338,9 @@ pub trait ExpertBank: Any + Send + Sync {
         self.submit(work).wait()
     }
 }
+
+/// What puts an expert in its place: see [`ExpertBank::replacement`].
+pub type Replacement<'a> = Box<dyn FnOnce() -> Result<()> + 'a>;
 
 /// One matrix packed for a kernel: `y = W x`.
 pub trait LinearOp: Send + Sync {

@@ -222,7 +222,7 @@ impl Experts {
     /// Takes in what routers chose since the last call, and moves experts that became hot to devices and colder ones back. To be called
     /// between steps; `elapsed` is the time since the last call. Returns what was moved.
     ///
-    /// A layer's calls wait while one of its experts is moved: for the time that it takes to read and pack two experts. Experts of layers that have
+    /// Experts are read and packed while calls go on. A layer's calls wait while two change places: for the time that one takes to a device. Experts of layers that have
     /// [prepared](LayerExperts::prepare) calls stay where they are.
     ///
     /// # Errors
@@ -345,6 +345,8 @@ pub struct LayerExperts {
     pub(crate) pass_tokens: usize,
     pub(crate) team: Arc<Team>,
     pub(crate) observed: Mutex<Observed>,
+    /// Held while two experts change places.
+    pub(crate) moving: Mutex<()>,
     /// How many prepared calls need experts to stay where they are.
     pub(crate) prepared: AtomicUsize,
     /// The expert layer before, and whether another follows.
@@ -396,23 +398,33 @@ impl LayerExperts {
 
     /// Two experts change places; or none does, as calls of the layer are prepared for where they are.
     fn swap(&self, swap: &Swap, source: &dyn WeightSource) -> Result<bool> {
-        let mut placed = self.placed.write().unwrap_or_else(PoisonError::into_inner);
-        if self.prepared.load(Ordering::SeqCst) > 0 {
+        // One move at a time: homes do not change between its parts.
+        let _one = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_prepared = || self.prepared.load(Ordering::SeqCst) > 0;
+        if is_prepared() {
             return Ok(false);
         }
-        let home = |expert: u32| placed.homes.get(expert as usize).copied();
+        let home = |expert: u32| self.placed().homes.get(expert as usize).copied();
         let (Some(hot), Some(cold)) = (home(swap.hot), home(swap.cold)) else {
             return Err(Error::Invalid(format!("layer {} has {} experts", self.spec.index, self.spec.experts)));
         };
         let [host, device] = [hot, cold].map(|home| &self.banks[home.bank as usize]);
         let named = |bank: &Bank, e: Error| bank.named(self.spec.index, e);
-        host.experts.replace(hot.local, swap.cold, source).map_err(|e| named(host, e))?;
-        if let Err(e) = device.experts.replace(cold.local, swap.hot, source) {
-            if let Err(again) = host.experts.replace(hot.local, swap.hot, source) {
+        // Read and packed while calls go on, and put where they belong when there are none.
+        let up = device.experts.replacement(cold.local, swap.hot, source).map_err(|e| named(device, e))?;
+        let down = host.experts.replacement(hot.local, swap.cold, source).map_err(|e| named(host, e))?;
+        let mut placed = self.placed.write().unwrap_or_else(PoisonError::into_inner);
+        if is_prepared() {
+            return Ok(false);
+        }
+        // The device first, as it is the likelier to fail: the host has the hot expert until then.
+        up().map_err(|e| named(device, e))?;
+        if let Err(e) = down() {
+            if let Err(again) = device.experts.replace(cold.local, swap.cold, source) {
                 placed.broken =
-                    Some(format!("expert {} was lost while it was moved: {e}; and back: {again}", swap.hot));
+                    Some(format!("expert {} was lost while it was moved: {e}; and back: {again}", swap.cold));
             }
-            return Err(named(device, e));
+            return Err(named(host, e));
         }
         placed.homes.swap(swap.hot as usize, swap.cold as usize);
         placed.ids[hot.bank as usize][hot.local as usize] = swap.cold;
@@ -774,6 +786,7 @@ mod tests {
             spec,
             placed: RwLock::new(Placed::new(4, vec![vec![1, 2], vec![0, 3]])),
             observed: Mutex::new(Observed::new(4, banks.len())),
+            moving: Mutex::default(),
             prepared: AtomicUsize::new(0),
             banks,
             pass_tokens: 8,

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use kt_core::backend::{Device, Streaming};
+use kt_core::backend::{Device, Replacement, Streaming};
 use kt_core::cpu::input::InputLayout;
 use kt_core::cpu::team::Team;
 use kt_core::work::{Spent, Work};
@@ -147,13 +147,25 @@ impl Uploads {
 
     /// Packs an expert and starts its copy to the place of local expert `local`.
     fn send(&mut self, bank: &CudaBank, local: usize, expert: u32, from: &dyn WeightSource) -> Result<()> {
-        let (layer, layout) = (&bank.inner.layer, &bank.inner.shape.layout);
-        let failed = |what| failed(&bank.gpu, layer.index, what);
-        let (stream, buffer) = (&self.stream[self.next], &mut self.buffers[self.next]);
-        stream.settle("copying experts to the device", &[buffer]).map_err(failed)?;
         let threads = |n: usize, body: &(dyn Fn(usize) + Sync)| bank.team.region().run(n, |i, _| body(i));
-        pack(layer, layout, expert, from, &threads, buffer.bytes())?;
-        stream.upload(&bank.inner.weights, local * layout.bytes, buffer, layout.bytes).map_err(failed)?;
+        self.pack(bank, expert, from, &threads)?;
+        self.copy(bank, local).map_err(|what| failed(&bank.gpu, bank.inner.layer.index, what))
+    }
+
+    /// Packs an expert, for [`Uploads::copy`].
+    fn pack(&mut self, bank: &CudaBank, expert: u32, from: &dyn WeightSource, threads: Threads<'_>) -> Result<()> {
+        let (layer, layout) = (&bank.inner.layer, &bank.inner.shape.layout);
+        let (stream, buffer) = (&self.stream[self.next], &mut self.buffers[self.next]);
+        stream
+            .settle("copying experts to the device", &[buffer])
+            .map_err(|what| failed(&bank.gpu, layer.index, what))?;
+        pack(layer, layout, expert, from, threads, buffer.bytes())
+    }
+
+    /// Starts the copy of what was packed last to the place of local expert `local`.
+    fn copy(&mut self, bank: &CudaBank, local: usize) -> Result<(), String> {
+        let bytes = bank.inner.shape.layout.bytes;
+        self.stream[self.next].upload(&bank.inner.weights, local * bytes, &self.buffers[self.next], bytes)?;
         self.next = 1 - self.next;
         Ok(())
     }
@@ -608,18 +620,28 @@ impl ExpertBank for CudaBank {
     }
 
     fn replace(&self, local: u32, expert: u32, from: &dyn WeightSource) -> Result<()> {
-        let mut uploads = self.uploads.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(uploads) = &mut *uploads else {
+        self.replacement(local, expert, from)?()
+    }
+
+    /// Packed into pinned memory, and copied to the device by the second part.
+    fn replacement<'a>(&'a self, local: u32, expert: u32, from: &'a dyn WeightSource) -> Result<Replacement<'a>> {
+        let failed = |what| failed(&self.gpu, self.inner.layer.index, what);
+        let mut guard = self.uploads.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(uploads) = &mut *guard else {
             return Err(Unsupported::new("this bank was not loaded as one whose experts are replaced").into());
         };
         if local as usize >= self.inner.count {
-            let what = format!("has no local expert {local}, only 0..{}", self.inner.count);
-            return Err(failed(&self.gpu, self.inner.layer.index, what));
+            return Err(failed(format!("has no local expert {local}, only 0..{}", self.inner.count)));
         }
-        uploads.send(self, local as usize, expert, from)?;
-        uploads.finish().map_err(|what| failed(&self.gpu, self.inner.layer.index, what))?;
-        let mut experts = self.inner.experts.lock().unwrap_or_else(PoisonError::into_inner);
-        experts.iter_mut().skip(local as usize).take(1).for_each(|e| *e = expert);
-        Ok(())
+        // By this thread alone: the team's are at work with the other experts meanwhile.
+        uploads.pack(self, expert, from, &|n, body| (0..n).for_each(body))?;
+        // The lock stays: what was packed is in the buffer until then.
+        Ok(Box::new(move || {
+            let Some(uploads) = &mut *guard else { return Err(failed("has no memory for uploads".into())) };
+            uploads.copy(self, local as usize).and_then(|()| uploads.finish()).map_err(failed)?;
+            let mut experts = self.inner.experts.lock().unwrap_or_else(PoisonError::into_inner);
+            experts.iter_mut().skip(local as usize).take(1).for_each(|e| *e = expert);
+            Ok(())
+        }))
     }
 }

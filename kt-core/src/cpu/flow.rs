@@ -22,7 +22,7 @@ use super::kernel::{Kernel, Outputs, Scratch, Weights};
 use super::memory::{AlignedBytes, Grid, Marks, Pages, Pieces, pages_near, residence};
 use super::slice::{Columns, Sliced, cut};
 use super::team::{Buffers, Region, Team};
-use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Residence};
+use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Replacement, Residence};
 use crate::error::{Error, Result, Unsupported};
 use crate::format::{Format, Matrix};
 use crate::layer::{LayerSpec, Proj};
@@ -218,7 +218,7 @@ impl<K: Kernel> CpuBackend<K> {
         let loaded: Vec<Mutex<Option<Result<LoadedExpert>>>> = experts.iter().map(|_| Mutex::new(None)).collect();
         let cancelled = || context.progress.advance(0).is_err();
         contain(self.name, layer.index, || {
-            context.team.region().run(experts.len(), |i, _| {
+            let load = |i: usize| {
                 if cancelled() {
                     return;
                 }
@@ -238,7 +238,12 @@ impl<K: Kernel> CpuBackend<K> {
                         Ok(LoadedExpert { kept, biases })
                     });
                 *loaded[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
-            });
+            };
+            match experts.len() {
+                // One that replaces another: the team's threads are at work with the others meanwhile.
+                1 => load(0),
+                all => context.team.region().run(all, |i, _| load(i)),
+            }
         })?;
         drop(pieces);
         context.progress.advance(0)?;
@@ -559,18 +564,25 @@ impl<K: Kernel> ExpertBank for CpuBank<K> {
     }
 
     fn replace(&self, local: u32, expert: u32, from: &dyn WeightSource) -> Result<()> {
+        self.replacement(local, expert, from)?()
+    }
+
+    fn replacement<'a>(&'a self, local: u32, expert: u32, from: &'a dyn WeightSource) -> Result<Replacement<'a>> {
         let now = self.now();
         let Some(context) = &self.context else {
             return Err(Unsupported::new("the experts of this bank were loaded to stay").into());
         };
         let new = CpuBackend::new(now.name, now.kernel).load_inner(&now.layer, &[expert], from, context)?;
-        let mut inner = (*now).clone();
-        match (inner.experts.get_mut(local as usize), new.experts.into_iter().next()) {
-            (Some(place), Some(expert)) => *place = expert,
-            _ => return Err(Error::Invalid(format!("local expert {local} of {}", inner.experts.len()))),
-        }
-        *self.now.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(inner);
-        Ok(())
+        let (place, experts) = (local as usize, now.experts.len());
+        let expert = new.experts.into_iter().next().filter(|_| place < experts);
+        let expert = expert.ok_or_else(|| Error::Invalid(format!("local expert {local} of {experts}")))?;
+        Ok(Box::new(move || {
+            let mut now = self.now.write().unwrap_or_else(PoisonError::into_inner);
+            let mut inner = (**now).clone();
+            inner.experts[place] = expert;
+            *now = Arc::new(inner);
+            Ok(())
+        }))
     }
 }
 
