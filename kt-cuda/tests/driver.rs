@@ -327,6 +327,31 @@ fn experts_are_replaced() {
     bank.replace(3, 2, &source).unwrap();
     assert_eq!(example.run(&bank), want);
     assert!(bank.replace(4, 0, &source).err().unwrap().to_string().contains("only 0..4"));
+    // Calls that are prepared now know them: expert 1 is no longer here, and 3 is in its place.
+    fake.enter();
+    let call = bank.prepare(6, 2).unwrap();
+    let [input, output] = [(); 2].map(|()| Memory::new(&fake, 6 * 64 * 4));
+    let [ids, weights] = [(); 2].map(|()| Memory::new(&fake, 6 * 2 * 4));
+    let there: Vec<i32> = example.ids.iter().map(|&id| if id == 1 { -1 } else { id }).collect();
+    input.put(&example.input);
+    ids.put(&example.ids);
+    weights.put(&example.weights);
+    let batch = DeviceBatch {
+        tokens: 6,
+        input: input.address(),
+        element: Element::F32,
+        topk_ids: ids.address(),
+        topk_weights: weights.address(),
+        output: output.address(),
+        add: false,
+    };
+    let stream = Stream::new(&fake);
+    // SAFETY: memory of these sizes, which lives as long as the fake.
+    unsafe { call.submit_on(stream.handle, &batch) }.unwrap();
+    stream.wait();
+    let all = load(&backend, &source, &[0, 1, 2, 3]).unwrap();
+    let want = Example { ids: there, input: example.input.clone(), weights: example.weights.clone(), ..example };
+    assert_eq!(output.floats(), want.run(&all));
     let fixed = load(&backend, &source, &[0, 1]).unwrap();
     assert!(
         fixed
