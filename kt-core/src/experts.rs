@@ -779,6 +779,7 @@ mod tests {
             hidden: 2,
             intermediate: 2,
             formats: [Format::Bf16; 3],
+            scales: [None; 3],
             activation: Activation::SiluMul,
             biases: false,
         };

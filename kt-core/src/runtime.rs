@@ -679,7 +679,7 @@ impl Runtime {
                 .iter()
                 .map(|layer| {
                     let fits = Proj::ALL.iter().all(|&p| format.row_bytes(layer.shape(p).1).is_ok());
-                    fits.then(|| LayerSpec { formats: [format; 3], ..layer.clone() })
+                    fits.then(|| LayerSpec { formats: [format; 3], scales: [None; 3], ..layer.clone() })
                 })
                 .collect();
             let reads = |i: usize, proj| {

@@ -18,7 +18,8 @@ use kt_core::placement::{Capacity, LiveOptions, PlacementOptions, Policy};
 use kt_core::source::synthetic::SyntheticSource;
 use kt_core::testing::{Fault, Random, TestDevice};
 use kt_core::{
-    Batch, Candidate, Experts, Format, Group, Hidden, LayerExperts, LoadOptions, RuntimeBuilder, WeightSource,
+    Batch, Candidate, Experts, Format, Group, Hidden, LayerExperts, LoadOptions, RuntimeBuilder, ScaleType,
+    WeightSource,
 };
 use kt_cuda::{CudaBackend, DeviceBatch, Element, HybridCall};
 
@@ -520,4 +521,44 @@ fn experts_that_were_moved_are_found() {
     assert_eq!(there.output(MOST), tokens.forward(layer, tokens.input.clone()));
     drop(call);
     assert!(rebalance() > 0);
+}
+
+/// What the plan says of a device is what is allocated there: scales of groups too, whatever their type.
+#[test]
+fn plans_are_exact() {
+    let Some(fake) = common::fake("plans") else { return };
+    let gpu = fake.backend();
+    let portable = |_| vec![Candidate::new("portable", Ok(CpuBackend::new("portable", Portable)))];
+    for format in [
+        Format::Bf16,
+        Format::Fp8Channel,
+        Format::Fp8Block,
+        Format::Mxfp4,
+        Format::Int8(Group::Row),
+        Format::Int8(Group::Of(32)),
+        Format::Int8Asym(Group::Of(64)),
+        Format::Int4(Group::Of(32)),
+        Format::Int4Asym(Group::Of(32)),
+        Format::Q4K,
+    ] {
+        let mut sizes = Vec::new();
+        for scales in [None, Some(ScaleType::Bf16), Some(ScaleType::F16), Some(ScaleType::F32)] {
+            let source = SyntheticSource::builder().hidden(256).intermediate(512).experts(3).layers(2).format(format);
+            let source = scales.into_iter().fold(source, |s, kind| s.scales(kind)).build().unwrap();
+            let devices = vec![("cuda:0".to_string(), Capacity::bytes(u64::MAX))];
+            let options = || LoadOptions {
+                placement: PlacementOptions { devices: devices.clone(), ..Default::default() },
+                ..Default::default()
+            };
+            let runtime = RuntimeBuilder::new(portable).threads(1).with_backend(gpu.clone()).build().unwrap();
+            let planned = runtime.plan_with(&source, &options()).unwrap().device_bytes(0);
+            let before = fake.number("fake_live_bytes");
+            let experts = runtime.load_with(&source, options()).unwrap();
+            let took = (fake.number("fake_live_bytes") - before) as u64;
+            assert_eq!((planned, experts.device_bytes()), (took, took), "{format}, scales {scales:?}");
+            sizes.push(took);
+        }
+        let wider = sizes[3] > sizes[1];
+        assert_eq!(wider, matches!(format.group(), Some(Group::Of(_))) && format != Format::Q4K, "{format}: {sizes:?}");
+    }
 }
