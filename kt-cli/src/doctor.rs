@@ -223,6 +223,7 @@ fn example_layer(format: Format) -> LayerSpec {
         hidden: 2048,
         intermediate: 768,
         formats: [format; 3],
+        scales: [None; 3],
         activation: kt::activation::Activation::SiluMul,
         biases: false,
     }

@@ -4,6 +4,7 @@
 //! [`load`](Backend::load) the layer's experts into an [`ExpertBank`]. At each step the scheduler hands every bank its share of
 //! the batch as [`Work`]. A backend never sees files, placement or top-k arrays.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -285,7 +286,10 @@ pub trait Backend: Send + Sync {
 }
 
 /// The experts of one layer that one backend holds. Called from any thread, one call or several at a time.
-pub trait ExpertBank: Send + Sync {
+///
+/// Every bank is an [`Any`]: whoever knows its type finds the bank's own interface by
+/// `(bank as &dyn Any).downcast_ref()`, see [`LayerExperts::banks`](crate::LayerExperts::banks).
+pub trait ExpertBank: Any + Send + Sync {
     /// Starts work and returns at once. For every row, adds `weight * expert(input[token])` to `output[token]`.
     ///
     /// The result for a token does not depend on the number of threads. The scheduler has checked all indices.
@@ -308,6 +312,24 @@ pub trait ExpertBank: Send + Sync {
         Err(Unsupported::new("experts of this bank stay as they were loaded").into())
     }
 
+    /// Makes room for work of up to `tokens` tokens with up to `top_k` rows each, no expert twice for a token: [`run`](ExpertBank::run)
+    /// then allocates nothing for it. Banks that allocate in each call go on doing so: by default nothing is done.
+    ///
+    /// # Errors
+    /// As [`Pending::wait`].
+    fn reserve(&self, _tokens: usize, _top_k: usize) -> Result<()> {
+        Ok(())
+    }
+
+    /// [`replace`](ExpertBank::replace) in two parts: reads and packs the expert now, while work goes on, and returns what puts it in its place,
+    /// for when nothing is submitted. Dropped, that changes nothing. By default it does all.
+    ///
+    /// # Errors
+    /// As [`replace`](ExpertBank::replace), each part.
+    fn replacement<'a>(&'a self, local: u32, expert: u32, from: &'a dyn WeightSource) -> Result<Replacement<'a>> {
+        Ok(Box::new(move || self.replace(local, expert, from)))
+    }
+
     /// Does the work on the calling thread and the backend's, returning when done.
     ///
     /// # Errors
@@ -316,6 +338,9 @@ pub trait ExpertBank: Send + Sync {
         self.submit(work).wait()
     }
 }
+
+/// What puts an expert in its place: see [`ExpertBank::replacement`].
+pub type Replacement<'a> = Box<dyn FnOnce() -> Result<()> + 'a>;
 
 /// One matrix packed for a kernel: `y = W x`.
 pub trait LinearOp: Send + Sync {

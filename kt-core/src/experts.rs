@@ -1,9 +1,11 @@
 //! The experts of a model, loaded: batches go through their layers.
 
+mod prepared;
+
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 use crate::backend::{Backend, ExpertBank, Residence};
@@ -19,6 +21,8 @@ use crate::scheduler::{self, Home, Share};
 use crate::source::WeightSource;
 use crate::stats::{BankUsage, LayerStats, Stats, Usage};
 use crate::work::{Hidden, Spent, Work};
+
+pub use prepared::{Prepared, Sums};
 
 /// All expert layers of a model, loaded.
 pub struct Experts {
@@ -218,7 +222,8 @@ impl Experts {
     /// Takes in what routers chose since the last call, and moves experts that became hot to devices and colder ones back. To be called
     /// between steps; `elapsed` is the time since the last call. Returns what was moved.
     ///
-    /// A layer's calls wait while one of its experts is moved: for the time that it takes to read and pack two experts.
+    /// Experts are read and packed while calls go on. A layer's calls wait while two change places: for the time that one takes to a device. Experts of layers that have
+    /// [prepared](LayerExperts::prepare) calls stay where they are.
     ///
     /// # Errors
     /// A bank that cannot take an expert; the experts are then where they were, and live placement has ended, which its report says. Where
@@ -226,16 +231,30 @@ impl Experts {
     pub fn rebalance(&self, live: &mut Live, elapsed: Duration) -> Result<Vec<Swap>> {
         live.follow(&self.heat_map());
         let swaps = live.swaps(elapsed);
+        let mut made = Vec::with_capacity(swaps.len());
         for (i, swap) in swaps.iter().enumerate() {
             let source = self.source.as_deref().ok_or_else(|| Error::Invalid("the source was not kept".into()));
-            let done = source.and_then(|source| self.layer(swap.layer)?.swap(swap, source));
-            if let Err(e) = done {
-                swaps[i..].iter().for_each(|s| live.undo(s));
-                live.end(format!("an expert could not be moved: {e}"));
-                return Err(e);
+            match source.and_then(|source| self.layer(swap.layer)?.swap(swap, source)) {
+                Ok(true) => made.push(*swap),
+                Ok(false) => live.undo(swap),
+                Err(e) => {
+                    swaps[i..].iter().for_each(|s| live.undo(s));
+                    live.end(format!("an expert could not be moved: {e}"));
+                    return Err(e);
+                }
             }
         }
-        Ok(swaps)
+        Ok(made)
+    }
+}
+
+impl Bank {
+    /// An error of this bank's that says whose it is.
+    fn named(&self, layer: usize, e: Error) -> Error {
+        match e {
+            e @ (Error::Backend { .. } | Error::Checkpoint { .. } | Error::Io { .. }) => e,
+            e => Error::Backend { backend: self.backend.clone(), layer, what: e.to_string() },
+        }
     }
 }
 
@@ -326,6 +345,10 @@ pub struct LayerExperts {
     pub(crate) pass_tokens: usize,
     pub(crate) team: Arc<Team>,
     pub(crate) observed: Mutex<Observed>,
+    /// Held while two experts change places.
+    pub(crate) moving: Mutex<()>,
+    /// How many prepared calls need experts to stay where they are.
+    pub(crate) prepared: AtomicUsize,
     /// The expert layer before, and whether another follows.
     pub(crate) previous: Option<usize>,
     pub(crate) last: bool,
@@ -353,40 +376,60 @@ impl LayerExperts {
         self.banks.iter().map(|b| (b.backend.as_str(), b.tier.as_str()))
     }
 
+    /// What holds its experts, in the order in which their outputs are added: as many as [`LayerExperts::backends`]. For interfaces that a backend's banks have
+    /// besides this one.
+    pub fn banks(&self) -> impl Iterator<Item = &dyn ExpertBank> {
+        self.banks.iter().map(|b| &*b.experts)
+    }
+
+    fn placed(&self) -> RwLockReadGuard<'_, Placed> {
+        self.placed.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn observed(&self) -> MutexGuard<'_, Observed> {
         self.observed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn placement(&self) -> LayerPlacement {
-        let placed = self.placed.read().unwrap_or_else(PoisonError::into_inner);
+        let placed = self.placed();
         let on = placed.homes.iter().map(|home| self.banks[home.bank as usize].place).collect();
         LayerPlacement { layer: self.spec.index, on }
     }
 
-    /// Two experts change places.
-    fn swap(&self, swap: &Swap, source: &dyn WeightSource) -> Result<()> {
-        let mut placed = self.placed.write().unwrap_or_else(PoisonError::into_inner);
-        let home = |expert: u32| placed.homes.get(expert as usize).copied();
+    /// Two experts change places; or none does, as calls of the layer are prepared for where they are.
+    fn swap(&self, swap: &Swap, source: &dyn WeightSource) -> Result<bool> {
+        // One move at a time: homes do not change between its parts.
+        let _one = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_prepared = || self.prepared.load(Ordering::SeqCst) > 0;
+        if is_prepared() {
+            return Ok(false);
+        }
+        let home = |expert: u32| self.placed().homes.get(expert as usize).copied();
         let (Some(hot), Some(cold)) = (home(swap.hot), home(swap.cold)) else {
             return Err(Error::Invalid(format!("layer {} has {} experts", self.spec.index, self.spec.experts)));
         };
         let [host, device] = [hot, cold].map(|home| &self.banks[home.bank as usize]);
-        let named = |bank: &Bank, e: Error| match e {
-            e @ (Error::Backend { .. } | Error::Checkpoint { .. } | Error::Io { .. }) => e,
-            e => Error::Backend { backend: bank.backend.clone(), layer: self.spec.index, what: e.to_string() },
-        };
-        host.experts.replace(hot.local, swap.cold, source).map_err(|e| named(host, e))?;
-        if let Err(e) = device.experts.replace(cold.local, swap.hot, source) {
-            if let Err(again) = host.experts.replace(hot.local, swap.hot, source) {
+        let named = |bank: &Bank, e: Error| bank.named(self.spec.index, e);
+        // Read and packed while calls go on, and put where they belong when there are none.
+        let up = device.experts.replacement(cold.local, swap.hot, source).map_err(|e| named(device, e))?;
+        let down = host.experts.replacement(hot.local, swap.cold, source).map_err(|e| named(host, e))?;
+        let mut placed = self.placed.write().unwrap_or_else(PoisonError::into_inner);
+        if is_prepared() {
+            return Ok(false);
+        }
+        // The device first, as it is the likelier to fail: the host has the hot expert until then.
+        up().map_err(|e| named(device, e))?;
+        if let Err(e) = down() {
+            if let Err(again) = device.experts.replace(cold.local, swap.cold, source) {
                 placed.broken =
-                    Some(format!("expert {} was lost while it was moved: {e}; and back: {again}", swap.hot));
+                    Some(format!("expert {} was lost while it was moved: {e}; and back: {again}", swap.cold));
             }
-            return Err(named(device, e));
+            return Err(named(host, e));
         }
         placed.homes.swap(swap.hot as usize, swap.cold as usize);
         placed.ids[hot.bank as usize][hot.local as usize] = swap.cold;
         placed.ids[cold.bank as usize][cold.local as usize] = swap.hot;
-        Ok(())
+        Ok(true)
     }
 
     /// Counts the rows and weights of a pass.
@@ -431,8 +474,11 @@ impl LayerExperts {
         if batch.input.len() != expected {
             return Err(Error::Length { what: "input [tokens, hidden]", expected, got: batch.input.len() });
         }
-        let top_k = batch.top_k().max(1);
-        for (i, &id) in batch.topk_ids.iter().enumerate() {
+        self.check_ids(&batch.topk_ids, batch.top_k().max(1))
+    }
+
+    fn check_ids(&self, ids: &[i32], top_k: usize) -> Result<()> {
+        for (i, &id) in ids.iter().enumerate() {
             if id != NO_EXPERT && !(0..self.spec.experts as i64).contains(&(id as i64)) {
                 return Err(Error::ExpertOutOfRange {
                     layer: self.spec.index,
@@ -444,6 +490,17 @@ impl LayerExperts {
             }
         }
         Ok(())
+    }
+
+    /// Nothing was lost in moving experts.
+    fn check_whole(&self, placed: &Placed) -> Result<()> {
+        match &placed.broken {
+            None => Ok(()),
+            Some(why) => {
+                let backend = self.banks.first().map_or("", |b| &b.backend).into();
+                Err(Error::Backend { backend, layer: self.spec.index, what: why.clone() })
+            }
+        }
     }
 
     /// Computes the batch's output: for every token, the weighted sum of its experts. The calling thread works too.
@@ -511,11 +568,8 @@ impl LayerExperts {
     ) -> Result<(Vec<f32>, Vec<Part>)> {
         let hidden = self.spec.hidden;
         let top_k = (ids.len() / tokens.max(1)).max(1);
-        let placed = self.placed.read().unwrap_or_else(PoisonError::into_inner);
-        if let Some(why) = &placed.broken {
-            let backend = self.banks.first().map_or("", |b| &b.backend).into();
-            return Err(Error::Backend { backend, layer: self.spec.index, what: why.clone() });
-        }
+        let placed = self.placed();
+        self.check_whole(&placed)?;
         output.clear();
         output.resize(tokens * hidden, 0.0);
         let deferred = scheduler::defer(ids, weights, top_k, defer);
@@ -725,6 +779,7 @@ mod tests {
             hidden: 2,
             intermediate: 2,
             formats: [Format::Bf16; 3],
+            scales: [None; 3],
             activation: Activation::SiluMul,
             biases: false,
         };
@@ -732,6 +787,8 @@ mod tests {
             spec,
             placed: RwLock::new(Placed::new(4, vec![vec![1, 2], vec![0, 3]])),
             observed: Mutex::new(Observed::new(4, banks.len())),
+            moving: Mutex::default(),
+            prepared: AtomicUsize::new(0),
             banks,
             pass_tokens: 8,
             team: Team::builder().threads(1).build().unwrap(),

@@ -1,7 +1,7 @@
 //! The shape of one layer's experts: all that a backend may know before it sees a weight.
 
 use crate::activation::Activation;
-use crate::format::Format;
+use crate::format::{Format, ScaleType};
 
 /// One of an expert's three projections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -44,6 +44,8 @@ pub struct LayerSpec {
     pub intermediate: usize,
     /// Format of gate, up and down (indexed by [`Proj::index`]).
     pub formats: [Format; 3],
+    /// Type of the scales that lie beside the codes of gate, up and down, where headers tell it. Formats with groups leave it open.
+    pub scales: [Option<ScaleType>; 3],
     /// How gate and up become the input of down.
     pub activation: Activation,
     /// Whether the three projections carry biases.

@@ -36,7 +36,7 @@ pub mod work;
 pub use backend::{Backend, Device, ExpertBank, Fit, LinearOp, LoadContext, Progress};
 pub use batch::Batch;
 pub use error::{Error, Result, Unsupported};
-pub use experts::{Experts, LayerExperts};
+pub use experts::{Experts, LayerExperts, Prepared};
 pub use format::{Format, Group, Matrix, ScaleType};
 pub use heat::HeatMap;
 pub use importance::Importance;

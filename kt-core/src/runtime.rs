@@ -410,7 +410,7 @@ impl Runtime {
     /// # Errors
     /// As [`Runtime::plan`].
     pub fn plan_with(&self, source: &dyn WeightSource, options: &LoadOptions) -> Result<Plan> {
-        self.plan_beside(source, options, self.cache_of(source).as_ref())
+        Ok(self.plan_beside(source, options, self.cache_of(source).as_ref())?.0)
     }
 
     /// The packed cache for this checkpoint.
@@ -418,17 +418,18 @@ impl Runtime {
         self.packed_cache.as_ref().map(|dir| PackedCache::new(dir, source))
     }
 
+    /// The plan, and the placement that it is of, without the devices' plans.
     fn plan_beside(
         &self,
         source: &dyn WeightSource,
         options: &LoadOptions,
         cache: Option<&PackedCache>,
-    ) -> Result<Plan> {
+    ) -> Result<(Plan, Devices)> {
         // Elsewhere packed experts are copied out of the cache, to the memory of their nodes.
         let cache = cache.filter(|_| !self.team.wants_memory_near());
         let tokens = options.batch_tokens.unwrap_or(self.pass_tokens).min(self.pass_tokens);
         let reads = |i: usize, proj| source.reads(&source.layers()[i], proj);
-        let layers = self.plan_layers(source.layers(), cache, reads, &options.placement, tokens)?;
+        let mut layers = self.plan_layers(source.layers(), cache, reads, &options.placement, tokens)?;
         let limits = match self.memory_limit {
             Some(bytes) => vec![Available::limited(bytes)],
             None => memory_limits(),
@@ -439,7 +440,7 @@ impl Runtime {
             load_bytes: layers.load_bytes_per_thread * self.threads() as u64,
             layers: layers.plans,
             placement: options.placement.policy.to_string(),
-            devices: layers.devices.plans,
+            devices: std::mem::take(&mut layers.devices.plans),
             extra: options.extra.clone(),
             held_bytes: held_memory(),
             available: limits[0].clone(),
@@ -495,7 +496,7 @@ impl Runtime {
             }
             plan.offer_memory();
         }
-        Ok(plan)
+        Ok((plan, layers.devices))
     }
 
     fn plan_layers(
@@ -678,7 +679,7 @@ impl Runtime {
                 .iter()
                 .map(|layer| {
                     let fits = Proj::ALL.iter().all(|&p| format.row_bytes(layer.shape(p).1).is_ok());
-                    fits.then(|| LayerSpec { formats: [format; 3], ..layer.clone() })
+                    fits.then(|| LayerSpec { formats: [format; 3], scales: [None; 3], ..layer.clone() })
                 })
                 .collect();
             let reads = |i: usize, proj| {
@@ -755,12 +756,10 @@ impl Runtime {
     ) -> Result<Experts> {
         let _span = tracing::info_span!("load", path = %source.path().display(), threads = self.threads()).entered();
         let cache = self.cache_of(source).map(Arc::new);
-        let plan = self.plan_beside(source, &options, cache.as_deref())?;
+        let (plan, devices) = self.plan_beside(source, &options, cache.as_deref())?;
         if plan.verdict() == Verdict::Refuse {
             return Err(Error::Memory(Box::new(plan)));
         }
-        let tokens = options.batch_tokens.unwrap_or(self.pass_tokens).min(self.pass_tokens);
-        let devices = self.place(source.layers(), &options.placement, tokens)?;
         let wanted = &options.placement;
         if shared.is_none() && (wanted.live || wanted.stream != Stream::Never) {
             return Err(Error::Invalid(
@@ -839,6 +838,8 @@ impl Runtime {
                 spec: spec.clone(),
                 placed: RwLock::new(Placed::new(spec.experts, ids)),
                 observed: Mutex::new(Observed::new(spec.experts, banks.len())),
+                moving: Mutex::default(),
+                prepared: AtomicUsize::new(0),
                 banks,
                 pass_tokens: self.pass_tokens,
                 team: self.team.clone(),
@@ -864,7 +865,7 @@ impl Runtime {
             tracing::warn!("{residence}");
         }
         if wanted.stream == Stream::Measured {
-            experts.measure_streaming(tokens)?;
+            experts.measure_streaming(options.batch_tokens.unwrap_or(self.pass_tokens).min(self.pass_tokens))?;
         }
         Ok(experts)
     }

@@ -23,32 +23,77 @@ pub struct Share {
 
 /// Splits `topk_ids: [tokens, top_k]` over banks. Ids were checked: each is [`NO_EXPERT`] or an index of `homes`.
 pub fn split(topk_ids: &[i32], topk_weights: &[f32], top_k: usize, homes: &[Home], banks: usize) -> Vec<Share> {
-    let mut counts: Vec<usize> = vec![0; homes.len()];
-    for &id in topk_ids.iter().filter(|&&id| id != NO_EXPERT) {
-        counts[id as usize] += 1;
-    }
-    let mut order: Vec<usize> = (0..homes.len()).filter(|&e| counts[e] > 0).collect();
-    order.sort_by_key(|&e| (homes[e].bank, homes[e].local));
     let mut shares = vec![Share::default(); banks];
-    let mut next = vec![0usize; homes.len()];
-    for e in order {
-        let share = &mut shares[homes[e].bank as usize];
-        let start = share.experts.last().map_or(0, |g| g.rows.end);
-        share.experts.push(ExpertRows { local: homes[e].local, rows: start..start + counts[e] });
-        next[e] = start;
-    }
-    for share in &mut shares {
-        let rows = share.experts.last().map_or(0, |g| g.rows.end);
-        share.rows = vec![Row { token: 0, weight: 0.0 }; rows];
-    }
-    for (i, (&id, &weight)) in topk_ids.iter().zip(topk_weights).enumerate() {
-        if id != NO_EXPERT {
-            let e = id as usize;
-            shares[homes[e].bank as usize].rows[next[e]] = Row { token: (i / top_k) as u32, weight };
-            next[e] += 1;
+    Splitter::default().split(topk_ids, topk_weights, top_k, homes, &mut shares);
+    shares
+}
+
+/// [`split`] in memory that is kept from batch to batch.
+#[derive(Debug, Default)]
+pub(crate) struct Splitter {
+    counts: Vec<usize>,
+    order: Vec<usize>,
+    next: Vec<usize>,
+}
+
+impl Splitter {
+    /// Makes room for batches of `rows` choices among `experts`, and in their shares.
+    pub fn reserve(&mut self, experts: usize, rows: usize, shares: &mut [Share]) {
+        for list in [&mut self.counts, &mut self.order, &mut self.next] {
+            list.clear();
+            list.reserve(experts);
+        }
+        for share in shares {
+            share.rows.clear();
+            share.rows.reserve(rows);
+            share.experts.clear();
+            share.experts.reserve(experts.min(rows));
         }
     }
-    shares
+
+    /// As [`split`]; each bank's share takes the place of what is in `shares`.
+    pub fn split(
+        &mut self,
+        topk_ids: &[i32],
+        topk_weights: &[f32],
+        top_k: usize,
+        homes: &[Home],
+        shares: &mut [Share],
+    ) {
+        let Splitter { counts, order, next } = self;
+        for list in [&mut *counts, &mut *next] {
+            list.clear();
+            list.resize(homes.len(), 0);
+        }
+        for &id in topk_ids.iter().filter(|&&id| id != NO_EXPERT) {
+            counts[id as usize] += 1;
+        }
+        order.clear();
+        order.extend((0..homes.len()).filter(|&e| counts[e] > 0));
+        // No two experts have one home; and a stable sort would allocate.
+        order.sort_unstable_by_key(|&e| (homes[e].bank, homes[e].local));
+        for share in &mut *shares {
+            share.rows.clear();
+            share.experts.clear();
+        }
+        for &e in &*order {
+            let share = &mut shares[homes[e].bank as usize];
+            let start = share.experts.last().map_or(0, |g| g.rows.end);
+            share.experts.push(ExpertRows { local: homes[e].local, rows: start..start + counts[e] });
+            next[e] = start;
+        }
+        for share in &mut *shares {
+            let rows = share.experts.last().map_or(0, |g| g.rows.end);
+            share.rows.resize(rows, Row { token: 0, weight: 0.0 });
+        }
+        for (i, (&id, &weight)) in topk_ids.iter().zip(topk_weights).enumerate() {
+            if id != NO_EXPERT {
+                let e = id as usize;
+                shares[homes[e].bank as usize].rows[next[e]] = Row { token: (i / top_k) as u32, weight };
+                next[e] += 1;
+            }
+        }
+    }
 }
 
 /// Which slots of `topk_ids: [tokens, top_k]` wait for the next layer: of each token, those of least weight beyond `top_k - defer`; among

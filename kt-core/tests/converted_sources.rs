@@ -168,6 +168,7 @@ fn check(source: &dyn WeightSource, case: Case, slices: &[(usize, Proj, usize, S
         };
         let format = if case.method == Method::Int4 { Format::Int4(group) } else { Format::Int8(group) };
         assert_eq!((m.format(), layer.format(proj)), (format, format), "{case:?}");
+        assert_eq!(layer.scales[proj.index()], m.scales().map(|s| s.kind()), "{case:?}");
         assert_eq!((m.rows(), m.cols()), layer.shape(proj));
         assert!(source.reads(layer, proj).copied_bytes >= m.codes().len() as u64, "{case:?}");
         let values = m.decode();

@@ -1,8 +1,8 @@
 //! Experts on devices and in host memory, working together; on devices without hardware.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -14,8 +14,8 @@ use kt_core::plan::Verdict;
 use kt_core::source::synthetic::SyntheticSource;
 use kt_core::testing::{Fault, Naive, Random, TestDevice, mean_error};
 use kt_core::{
-    Batch, Candidate, Error, Experts, Format, HeatMap, Hidden, LayerSpec, LoadOptions, Matrix, Metadata, Proj, Routing,
-    Runtime, RuntimeBuilder, WeightSource,
+    Backend, Batch, Candidate, Error, ExpertBank, Experts, Fit, Format, HeatMap, Hidden, LayerSpec, LoadContext,
+    LoadOptions, Matrix, Metadata, Pending, Proj, Routing, Runtime, RuntimeBuilder, Unsupported, WeightSource, Work,
 };
 
 const HIDDEN: usize = 96;
@@ -506,26 +506,154 @@ fn an_expert_is_never_lost_in_silence() {
     let gpu = device("gpu0");
     let options = || kept(on(&[("gpu0", 2)], Policy::FrontLoading), true, Stream::Never);
     let hot = || Batch::new(6, vec![0.5; 6 * HIDDEN], [4, 4, 4].repeat(6), vec![0.3; 18]).unwrap();
-    for (matrices, says) in [(0, "the disk is gone"), (2, "the disk is gone"), (3, "the upload failed")] {
+    // The device packs one, then the host; then the device takes it, or not.
+    for (matrices, says) in [(0, "the disk is gone"), (3, "the disk is gone"), (6, "the upload failed")] {
         let experts = runtime(&[&gpu]).load_shared(&source, options()).unwrap();
         let mut live = experts.live(LiveOptions::default()).unwrap();
         experts.layer(0).unwrap().forward(&mut hot()).unwrap();
-        gpu.fail(Fault::Replace);
+        if matrices == 6 {
+            gpu.fail(Fault::Replace);
+        }
         fails.left.store(matrices, Ordering::SeqCst);
         let error = experts.rebalance(&mut live, Duration::from_secs(1)).unwrap_err().to_string();
         assert!(error.contains(says), "{error}");
         fails.left.store(usize::MAX, Ordering::SeqCst);
-        if matrices < 3 {
-            check(&experts, 0, &naive, "the host kept its expert");
-        } else {
-            // The host has given it up, the device did not take it, and the host could not have it back.
+        check(&experts, 0, &naive, "both kept their experts");
+    }
+    // A host that gives its expert up and then fails: the device takes its own back, or it is lost.
+    for (matrices, lost) in [(6, true), (9, false)] {
+        let runtime = RuntimeBuilder::new(|_| vec![Candidate::new("stubborn", Ok(Stubborn))]).threads(2);
+        let runtime = runtime.with_backend(gpu.clone()).build().unwrap();
+        let experts = runtime.load_shared(&source, options()).unwrap();
+        let mut live = experts.live(LiveOptions::default()).unwrap();
+        experts.layer(0).unwrap().forward(&mut hot()).unwrap();
+        fails.left.store(matrices, Ordering::SeqCst);
+        let error = experts.rebalance(&mut live, Duration::from_secs(1)).unwrap_err().to_string();
+        assert_eq!(error, "backend stubborn, layer 0: read it, and would not have it");
+        fails.left.store(usize::MAX, Ordering::SeqCst);
+        if lost {
             let error = experts.layer(0).unwrap().forward(&mut hot()).unwrap_err().to_string();
-            assert!(
-                error.contains("expert 4 was lost while it was moved") && error.contains("the disk is gone"),
-                "{error}"
-            );
+            assert!(error.contains("was lost while it was moved: ") && error.contains("the disk is gone"), "{error}");
+        } else {
+            check(&experts, 0, &naive, "the device took its expert back");
         }
     }
+}
+
+/// The portable backend, whose banks take no other experts, and say so late.
+struct Stubborn;
+
+struct StubbornBank(Box<dyn ExpertBank>);
+
+impl Backend for Stubborn {
+    fn name(&self) -> &str {
+        "stubborn"
+    }
+
+    fn probe(&self, layer: &LayerSpec) -> Result<Fit, Unsupported> {
+        CpuBackend::new("portable", Portable).probe(layer)
+    }
+
+    fn load(
+        &self,
+        layer: &LayerSpec,
+        experts: &[u32],
+        from: &dyn WeightSource,
+        context: &LoadContext,
+    ) -> kt_core::Result<Box<dyn ExpertBank>> {
+        let bank = CpuBackend::new("portable", Portable).load(layer, experts, from, context)?;
+        Ok(Box::new(StubbornBank(bank)))
+    }
+}
+
+impl ExpertBank for StubbornBank {
+    fn submit(&self, work: Work) -> Pending<Work> {
+        self.0.submit(work)
+    }
+
+    fn packed_bytes(&self) -> u64 {
+        self.0.packed_bytes()
+    }
+
+    fn replace(&self, local: u32, expert: u32, from: &dyn WeightSource) -> kt_core::Result<()> {
+        drop(self.0.replacement(local, expert, from)?);
+        Err(Error::Invalid("read it, and would not have it".into()))
+    }
+}
+
+/// A source that can be held up, and says that somebody waits.
+struct Slow {
+    of: Arc<dyn WeightSource>,
+    held: Mutex<bool>,
+    released: Condvar,
+    waits: AtomicUsize,
+}
+
+impl WeightSource for Slow {
+    fn path(&self) -> &Path {
+        self.of.path()
+    }
+
+    fn layers(&self) -> &[LayerSpec] {
+        self.of.layers()
+    }
+
+    fn matrix(&self, layer: usize, expert: usize, proj: Proj) -> kt_core::Result<Matrix> {
+        self.waits.fetch_add(1, Ordering::SeqCst);
+        drop(self.released.wait_while(self.held.lock().unwrap(), |held| *held).unwrap());
+        self.of.matrix(layer, expert, proj)
+    }
+
+    fn metadata(&self) -> &Metadata {
+        self.of.metadata()
+    }
+
+    fn routing(&self, layer: usize) -> Option<Routing> {
+        self.of.routing(layer)
+    }
+
+    fn tensors(&self) -> Vec<String> {
+        self.of.tensors()
+    }
+
+    fn tensor(&self, name: &str) -> kt_core::Result<Matrix> {
+        self.of.tensor(name)
+    }
+
+    fn dense_bytes(&self) -> u64 {
+        self.of.dense_bytes()
+    }
+}
+
+/// Reading an expert may take as long as it will: calls of its layer do not wait for it.
+#[test]
+fn calls_go_on_while_experts_are_packed() {
+    let inner = source(1);
+    let naive = naive(&inner);
+    let (held, released, waits) = (Mutex::new(false), Condvar::new(), AtomicUsize::new(0));
+    let slow = Arc::new(Slow { of: inner, held, released, waits });
+    let source: Arc<dyn WeightSource> = slow.clone();
+    let gpu = device("gpu0");
+    let options = kept(on(&[("gpu0", 2)], Policy::FrontLoading), true, Stream::Never);
+    let experts = runtime(&[&gpu]).load_shared(&source, options).unwrap();
+    let mut live = experts.live(LiveOptions::default()).unwrap();
+    experts
+        .layer(0)
+        .unwrap()
+        .forward(&mut Batch::new(6, vec![0.5; 6 * HIDDEN], [4, 4, 4].repeat(6), vec![0.3; 18]).unwrap())
+        .unwrap();
+    *slow.held.lock().unwrap() = true;
+    let before = slow.waits.load(Ordering::SeqCst);
+    thread::scope(|scope| {
+        let moves = scope.spawn(|| experts.rebalance(&mut live, Duration::from_secs(1)).unwrap());
+        wait_until("an expert is read", || slow.waits.load(Ordering::SeqCst) > before);
+        check(&experts, 0, &naive, "while an expert is read");
+        assert!(!moves.is_finished(), "the expert was read before the calls");
+        *slow.held.lock().unwrap() = false;
+        slow.released.notify_all();
+        assert_eq!(moves.join().unwrap().iter().map(|s| s.hot).collect::<Vec<_>>(), [4]);
+    });
+    check(&experts, 0, &naive, "after moving");
 }
 
 #[test]

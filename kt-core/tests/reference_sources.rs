@@ -78,6 +78,8 @@ fn layers_formats_and_routing_are_those_of_the_checkpoints() {
             for expert in 0..layer.experts {
                 for proj in Proj::ALL {
                     let m = source.matrix(layer.index, expert, proj).unwrap();
+                    // Of GGUF, scales are among the codes.
+                    assert_eq!(layer.scales[proj.index()], m.scales().map(|s| s.kind()), "{}", want.dir);
                     assert_eq!((m.format(), (m.rows(), m.cols())), (want.format, layer.shape(proj)));
                     m.check_scales().unwrap();
                 }

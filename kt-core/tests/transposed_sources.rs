@@ -212,6 +212,7 @@ fn check(source: &SafetensorsSource, matrices: &[Quantized], format: impl Fn(Gro
         let m = source.matrix(0, expert, proj).unwrap();
         assert_eq!(m.format(), format(group), "{what}");
         assert_eq!(source.layers()[0].format(proj), m.format(), "{what}");
+        assert_eq!(source.layers()[0].scales[proj.index()], m.scales().map(|s| s.kind()), "{what}");
         assert_eq!((m.rows(), m.cols()), (q.rows, q.cols));
         assert!(m.decode() == q.values(), "{what}, {proj:?} of expert {expert}");
         m.check_scales().unwrap();

@@ -45,6 +45,17 @@ extern "C" __global__ void __launch_bounds__(256) kt_outputs(const __grid_consta
   }
 }
 
+// Adds what banks on the host computed.
+struct Sum {
+  const float* from;
+  float* to;
+  u64 count;
+};
+
+extern "C" __global__ void __launch_bounds__(256) kt_add(const __grid_constant__ Sum c) {
+  for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < c.count; i += (u64)gridDim.x * 256) c.to[i] += c.from[i];
+}
+
 // Groups a batch's choices by expert, on the device: for work that is submitted with device pointers. One block.
 struct Choices {
   const int* ids;        // [tokens, top_k]; negative for none

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use kt_core::backend::{Device, Streaming};
+use kt_core::backend::{Device, Replacement, Streaming};
 use kt_core::cpu::input::InputLayout;
 use kt_core::cpu::team::Team;
 use kt_core::work::{Spent, Work};
@@ -23,7 +23,8 @@ const RANK: u32 = 0;
 /// A call's own time, besides the experts': three launches, two copies over PCIe and a wait. From the documentation's numbers; not measured.
 const CALL: Duration = Duration::from_micros(40);
 
-/// Experts on one device. Cheap to make; a context of the device is kept while it, or a bank of it, lives.
+/// Experts on one device. Cheap to make; a context of the device is kept while it, or a bank of it, lives. Clones are the same backend.
+#[derive(Clone)]
 pub struct CudaBackend {
     pub(crate) gpu: Arc<Gpu>,
 }
@@ -60,7 +61,15 @@ impl CudaBackend {
         let shape = Shape { hidden: layer.hidden, activation: layer.activation, layout };
         let bank = CudaBank {
             gpu: self.gpu.clone(),
-            inner: Arc::new(Bank { layer: layer.clone(), shape, products, around, weights, experts: experts.to_vec() }),
+            inner: Arc::new(Bank {
+                layer: layer.clone(),
+                shape,
+                products,
+                around,
+                weights,
+                count: experts.len(),
+                experts: Mutex::new(experts.to_vec()),
+            }),
             team: context.team.clone(),
             uploads: Mutex::default(),
         };
@@ -78,7 +87,7 @@ impl CudaBackend {
     }
 }
 
-fn failed(gpu: &Gpu, layer: usize, what: String) -> Error {
+pub(crate) fn failed(gpu: &Gpu, layer: usize, what: String) -> Error {
     Error::Backend { backend: gpu.name.clone(), layer, what }
 }
 
@@ -138,13 +147,25 @@ impl Uploads {
 
     /// Packs an expert and starts its copy to the place of local expert `local`.
     fn send(&mut self, bank: &CudaBank, local: usize, expert: u32, from: &dyn WeightSource) -> Result<()> {
-        let (layer, layout) = (&bank.inner.layer, &bank.inner.shape.layout);
-        let failed = |what| failed(&bank.gpu, layer.index, what);
-        let (stream, buffer) = (&self.stream[self.next], &mut self.buffers[self.next]);
-        stream.settle("copying experts to the device", &[buffer]).map_err(failed)?;
         let threads = |n: usize, body: &(dyn Fn(usize) + Sync)| bank.team.region().run(n, |i, _| body(i));
-        pack(layer, layout, expert, from, &threads, buffer.bytes())?;
-        stream.upload(&bank.inner.weights, local * layout.bytes, buffer, layout.bytes).map_err(failed)?;
+        self.pack(bank, expert, from, &threads)?;
+        self.copy(bank, local).map_err(|what| failed(&bank.gpu, bank.inner.layer.index, what))
+    }
+
+    /// Packs an expert, for [`Uploads::copy`].
+    fn pack(&mut self, bank: &CudaBank, expert: u32, from: &dyn WeightSource, threads: Threads<'_>) -> Result<()> {
+        let (layer, layout) = (&bank.inner.layer, &bank.inner.shape.layout);
+        let (stream, buffer) = (&self.stream[self.next], &mut self.buffers[self.next]);
+        stream
+            .settle("copying experts to the device", &[buffer])
+            .map_err(|what| failed(&bank.gpu, layer.index, what))?;
+        pack(layer, layout, expert, from, threads, buffer.bytes())
+    }
+
+    /// Starts the copy of what was packed last to the place of local expert `local`.
+    fn copy(&mut self, bank: &CudaBank, local: usize) -> Result<(), String> {
+        let bytes = bank.inner.shape.layout.bytes;
+        self.stream[self.next].upload(&bank.inner.weights, local * bytes, &self.buffers[self.next], bytes)?;
         self.next = 1 - self.next;
         Ok(())
     }
@@ -313,7 +334,7 @@ impl Backend for CudaBackend {
 
 /// Experts of one layer in the memory of a device.
 pub struct CudaBank {
-    gpu: Arc<Gpu>,
+    pub(crate) gpu: Arc<Gpu>,
     inner: Arc<Bank>,
     team: Arc<Team>,
     /// Of a bank whose experts are exchanged.
@@ -321,14 +342,16 @@ pub struct CudaBank {
 }
 
 /// What work under way needs of it.
-struct Bank {
-    layer: LayerSpec,
+pub(crate) struct Bank {
+    pub layer: LayerSpec,
     shape: Shape,
     products: [Arc<Products>; 2],
-    around: Arc<Around>,
+    pub around: Arc<Around>,
     weights: Buffer,
+    /// How many experts.
+    count: usize,
     /// The layer's experts that these are.
-    experts: Vec<u32>,
+    experts: Mutex<Vec<u32>>,
 }
 
 /// Work on the device. Dropped, it waits before others get its buffers.
@@ -400,6 +423,8 @@ pub enum Element {
 /// A batch on the device, row-major.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceBatch {
+    /// Rows: 1 to as many as were prepared for.
+    pub tokens: usize,
     /// Address of hidden states `[tokens, hidden]`.
     pub input: u64,
     /// What they are made of.
@@ -414,14 +439,14 @@ pub struct DeviceBatch {
     pub add: bool,
 }
 
-/// A bank ready for batches of one size that are on the device, see [`CudaBank::prepare`].
+/// A bank ready for batches of up to some tokens that are on the device, see [`CudaBank::prepare`].
 pub struct PreparedCall {
-    gpu: Arc<Gpu>,
-    bank: Arc<Bank>,
+    pub(crate) gpu: Arc<Gpu>,
+    pub(crate) bank: Arc<Bank>,
     scratch: Buffer,
     homes: Buffer,
     places: Places,
-    counts: Counts,
+    tokens: usize,
     top_k: usize,
 }
 
@@ -430,7 +455,7 @@ impl PreparedCall {
     /// for: the stream may be one that is captured into a graph. Each token's result has the same bits as by [`ExpertBank::submit`], which adds to zero.
     ///
     /// # Errors
-    /// What the driver says; nothing is known of the outputs then.
+    /// More tokens than were prepared for, or none; what the driver says: nothing is known of the outputs then.
     ///
     /// # Safety
     /// - `stream` is a `CUstream` of the device's primary context, or null;
@@ -439,68 +464,131 @@ impl PreparedCall {
     /// - so does this value, and its calls are one after the other: they share its memory.
     #[allow(unsafe_code)] // device pointers are the caller's
     pub unsafe fn submit_on(&self, stream: *mut std::ffi::c_void, batch: &DeviceBatch) -> Result<()> {
-        let bank = &self.bank;
+        self.check(batch)?;
         // SAFETY: the caller's promise; the borrow ends with this call.
         let stream = unsafe { Stream::borrowed(&self.gpu.context, stream) };
-        let launch = Launch {
-            stream: &stream,
+        // SAFETY: the caller's promise.
+        let begun = unsafe { self.begin(&stream, batch) };
+        // SAFETY: the caller's promise; rows are what was begun before, on the same stream.
+        let done = begun.and_then(|()| unsafe { self.end(&stream, batch.tokens, batch.output, batch.add) });
+        done.map_err(|what| failed(&self.gpu, self.bank.layer.index, what))
+    }
+
+    /// # Errors
+    /// A batch of another size than was prepared for.
+    fn check(&self, batch: &DeviceBatch) -> Result<()> {
+        match (1..=self.tokens).contains(&batch.tokens) {
+            true => Ok(()),
+            false => Err(failed(
+                &self.gpu,
+                self.bank.layer.index,
+                format!("a batch of {} tokens; the call was prepared for 1 to {}", batch.tokens, self.tokens),
+            )),
+        }
+    }
+
+    fn launch<'a>(&'a self, stream: &'a Stream, tokens: usize) -> Launch<'a> {
+        let bank = &self.bank;
+        Launch {
+            stream,
             around: &bank.around,
             products: bank.products.each_ref().map(|p| &**p),
             shape: &bank.shape,
             weights: &bank.weights,
             scratch: &self.scratch,
             places: &self.places,
-            counts: self.counts,
-        };
-        let experts = (bank.layer.experts, bank.experts.len());
+            counts: bank.most(tokens, self.top_k),
+        }
+    }
+
+    /// The experts' outputs, of each row of the batch's that is theirs.
+    ///
+    /// # Errors
+    /// What the driver says.
+    ///
+    /// # Safety
+    /// As [`PreparedCall::submit_on`].
+    #[allow(unsafe_code)] // device pointers are the caller's
+    pub(crate) unsafe fn begin(&self, stream: &Stream, batch: &DeviceBatch) -> Result<(), String> {
+        let (launch, bank) = (self.launch(stream, batch.tokens), &self.bank);
+        let (choices, experts) = ((batch.topk_ids, batch.topk_weights), (bank.layer.experts, bank.count));
         // SAFETY: the caller's promise.
-        let grouped = unsafe { launch.group((batch.topk_ids, batch.topk_weights), &self.homes, self.top_k, experts) };
-        let (input, output) = (At::Device(batch.input), At::Device(batch.output));
-        let wide = batch.element == Element::F32;
-        // SAFETY: inputs and outputs are the caller's promise; the rest is what was grouped before, on the same stream.
-        let done = grouped.and_then(|()| unsafe { launch.run(input, wide, output, batch.add) });
-        done.map_err(|what| failed(&self.gpu, bank.layer.index, what))
+        unsafe { launch.group(choices, &self.homes, self.top_k, experts) }?;
+        // SAFETY: the caller's promise.
+        unsafe { launch.inputs(At::Device(batch.input), batch.element == Element::F32) }?;
+        // SAFETY: inputs and rows are written before, on the same stream.
+        unsafe { launch.products([0..launch.counts.few, 0..launch.counts.many]) }
+    }
+
+    /// The sum of each token's rows: to `output`, or in its place.
+    ///
+    /// # Errors
+    /// What the driver says.
+    ///
+    /// # Safety
+    /// As [`PreparedCall::submit_on`], with this output; behind [`PreparedCall::begin`] of as many tokens.
+    #[allow(unsafe_code)] // device pointers are the caller's
+    pub(crate) unsafe fn end(&self, stream: &Stream, tokens: usize, output: u64, add: bool) -> Result<(), String> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(stream, tokens).outputs(At::Device(output), add) }
+    }
+}
+
+impl Bank {
+    /// The most rows and tiles that so many choices can come to.
+    fn most(&self, tokens: usize, top_k: usize) -> Counts {
+        let rows = tokens * top_k;
+        // An expert with more than FEW rows goes to `many`, if there is that.
+        let both = self.products.iter().all(|p| p.many.is_some());
+        let experts = self.count.min(rows);
+        let (few, many) = match both {
+            true if rows > call::FEW => (experts, (rows / (call::FEW + 1)).min(experts) + rows / call::MANY),
+            true => (experts, 0),
+            false => (experts + rows / call::FEW, 0),
+        };
+        Counts { tokens, rows, few, many, element: 0, output: false }
     }
 }
 
 impl CudaBank {
-    /// Allocates all that batches of `tokens` tokens with `top_k` choices each need, for [`PreparedCall::submit_on`].
+    /// Allocates all that batches of up to `tokens` tokens with `top_k` choices each need, for [`PreparedCall::submit_on`]. Experts that are replaced
+    /// afterwards are not known to it.
     ///
     /// # Errors
     /// No token or no choice; too little memory.
     pub fn prepare(&self, tokens: usize, top_k: usize) -> Result<PreparedCall> {
+        let experts = self.inner.experts.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        self.prepare_for(tokens, top_k, |expert| experts.iter().position(|&e| e == expert).map(|i| i as u32))
+    }
+
+    /// As [`CudaBank::prepare`], with `local` saying which of its experts each of the layer's is.
+    pub(crate) fn prepare_for(
+        &self,
+        tokens: usize,
+        top_k: usize,
+        local: impl Fn(u32) -> Option<u32>,
+    ) -> Result<PreparedCall> {
         let bank = &self.inner;
         if tokens == 0 || top_k == 0 || tokens.checked_mul(top_k).is_none_or(|n| n > 1 << 20) {
             return Err(Error::Invalid(format!(
                 "a call of {tokens} tokens with {top_k} experts each cannot be prepared; 1 to 1048576 choices can"
             )));
         }
-        let rows = tokens * top_k;
-        // The most tiles that there can be. An expert with more than FEW rows goes to `many`, if there is that.
-        let both = bank.products.iter().all(|p| p.many.is_some());
-        let experts = bank.experts.len().min(rows);
-        let (few, many) = match both {
-            true if rows > call::FEW => (experts, (rows / (call::FEW + 1)).min(experts) + rows / call::MANY),
-            true => (experts, 0),
-            false => (experts + rows / call::FEW, 0),
-        };
-        let counts = Counts { tokens, rows, few, many, element: 0, output: false };
-        let places = Places::new(&bank.shape, counts);
+        let places = Places::new(&bank.shape, bank.most(tokens, top_k));
         let make = || -> Result<PreparedCall, String> {
             let context = &self.gpu.context;
             let scratch = Buffer::new(context, places.bytes, "rows of a prepared call")?;
             // Behind the homes, where experts' rows begin: one more than there are experts.
             let layer = bank.layer.experts;
-            let homes = Buffer::new(context, (layer + bank.experts.len() + 1) * 4, "experts' places")?;
+            let homes = Buffer::new(context, (layer + bank.count + 1) * 4, "experts' places")?;
             let mut table = Pinned::new(context, layer * 4)?;
             for (expert, home) in table.bytes().as_chunks_mut::<4>().0.iter_mut().enumerate() {
-                let local = bank.experts.iter().position(|&e| e as usize == expert);
-                *home = local.map_or(u32::MAX, |i| i as u32).to_ne_bytes();
+                *home = local(expert as u32).unwrap_or(u32::MAX).to_ne_bytes();
             }
             let stream = Stream::new(context)?;
             stream.upload(&homes, 0, &table, layer * 4)?;
             stream.settle("copying experts' places", &[&table])?;
-            Ok(PreparedCall { gpu: self.gpu.clone(), bank: bank.clone(), scratch, homes, places, counts, top_k })
+            Ok(PreparedCall { gpu: self.gpu.clone(), bank: bank.clone(), scratch, homes, places, tokens, top_k })
         };
         make().map_err(|what| failed(&self.gpu, bank.layer.index, what))
     }
@@ -528,19 +616,32 @@ impl ExpertBank for CudaBank {
     }
 
     fn packed_bytes(&self) -> u64 {
-        (self.inner.shape.layout.bytes * self.inner.experts.len()) as u64
+        (self.inner.shape.layout.bytes * self.inner.count) as u64
     }
 
     fn replace(&self, local: u32, expert: u32, from: &dyn WeightSource) -> Result<()> {
-        let mut uploads = self.uploads.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(uploads) = &mut *uploads else {
+        self.replacement(local, expert, from)?()
+    }
+
+    /// Packed into pinned memory, and copied to the device by the second part.
+    fn replacement<'a>(&'a self, local: u32, expert: u32, from: &'a dyn WeightSource) -> Result<Replacement<'a>> {
+        let failed = |what| failed(&self.gpu, self.inner.layer.index, what);
+        let mut guard = self.uploads.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(uploads) = &mut *guard else {
             return Err(Unsupported::new("this bank was not loaded as one whose experts are replaced").into());
         };
-        if local as usize >= self.inner.experts.len() {
-            let what = format!("has no local expert {local}, only 0..{}", self.inner.experts.len());
-            return Err(failed(&self.gpu, self.inner.layer.index, what));
+        if local as usize >= self.inner.count {
+            return Err(failed(format!("has no local expert {local}, only 0..{}", self.inner.count)));
         }
-        uploads.send(self, local as usize, expert, from)?;
-        uploads.finish().map_err(|what| failed(&self.gpu, self.inner.layer.index, what))
+        // By this thread alone: the team's are at work with the other experts meanwhile.
+        uploads.pack(self, expert, from, &|n, body| (0..n).for_each(body))?;
+        // The lock stays: what was packed is in the buffer until then.
+        Ok(Box::new(move || {
+            let Some(uploads) = &mut *guard else { return Err(failed("has no memory for uploads".into())) };
+            uploads.copy(self, local as usize).and_then(|()| uploads.finish()).map_err(failed)?;
+            let mut experts = self.inner.experts.lock().unwrap_or_else(PoisonError::into_inner);
+            experts.iter_mut().skip(local as usize).take(1).for_each(|e| *e = expert);
+            Ok(())
+        }))
     }
 }

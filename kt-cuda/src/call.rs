@@ -72,6 +72,29 @@ struct Outputs {
     _pad: u32,
 }
 
+/// As `Sum` in `kernels/rows.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Sum {
+    from: u64,
+    to: u64,
+    count: u64,
+}
+
+/// Adds `count` F32 at `from` to those at `to`.
+///
+/// # Errors
+/// What the driver says.
+///
+/// # Safety
+/// The device holds both when the stream comes to this, until it is past it.
+#[allow(unsafe_code)] // a launch of a kernel on device pointers
+pub(crate) unsafe fn add(stream: &Stream, around: &Around, from: u64, to: u64, count: usize) -> Result<(), String> {
+    let sum = Sum { from, to, count: count as u64 };
+    // SAFETY: the caller's promise.
+    unsafe { stream.launch(&around.add, (count.div_ceil(256).min(TILES), 1), 256, &sum) }
+}
+
 /// The kernels and layouts of a bank's layer.
 pub(crate) struct Shape {
     pub hidden: usize,

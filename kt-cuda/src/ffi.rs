@@ -8,6 +8,7 @@
 use std::cell::Cell;
 use std::error::Error as _;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_uint, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::{Arc, OnceLock};
 
@@ -66,6 +67,8 @@ table! {
         stream_create: "cuStreamCreate" (*mut Handle, c_uint);
         stream_destroy: "cuStreamDestroy_v2" (Handle);
         stream_wait: "cuStreamSynchronize" (Handle);
+        host_function: "cuLaunchHostFunc" (Handle, extern "C" fn(*mut c_void), *mut c_void);
+        context_wait: "cuCtxSynchronize" ();
         module_load: "cuModuleLoadData" (*mut Handle, *const c_void);
         module_unload: "cuModuleUnload" (Handle);
         module_function: "cuModuleGetFunction" (*mut Handle, Handle, *const c_char);
@@ -268,6 +271,25 @@ impl Context {
         unsafe { (cuda.pop)(&mut before) };
     }
 
+    /// Waits for all work of the device, on whichever stream.
+    ///
+    /// # Errors
+    /// What the driver says: a stream is being captured, or the device is lost.
+    pub fn wait(&self) -> Result<(), String> {
+        // SAFETY: takes nothing.
+        self.within(|| "waiting for the device".into(), |cuda| unsafe { (cuda.context_wait)() })
+    }
+
+    /// Whether it can do nothing more.
+    pub fn is_lost(&self) -> bool {
+        self.lost.get().is_some()
+    }
+
+    /// Whether both are of one device, by one driver.
+    pub fn is_same(&self, other: &Context) -> bool {
+        self.handle == other.handle
+    }
+
     /// Bytes of the device's memory that are free, and of all.
     pub fn memory(&self) -> Result<(u64, u64), String> {
         let (mut free, mut total) = (0, 0);
@@ -359,6 +381,65 @@ impl Drop for Pinned {
     }
 }
 
+/// Pinned memory that the copies of a caller's stream and functions on the host take turns with.
+pub(crate) struct Staging(Pinned);
+
+// SAFETY: its memory is reached by unsafe functions only, whose callers know whose turn it is; the rest is not changed.
+unsafe impl Sync for Staging {}
+
+impl Staging {
+    /// So many bytes, at least one.
+    pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Self, String> {
+        Ok(Staging(Pinned::new(context, bytes)?))
+    }
+
+    /// `bytes` bytes at `at`.
+    ///
+    /// # Safety
+    /// It is this caller's turn: nobody, a device included, writes them meanwhile.
+    pub unsafe fn read(&self, at: usize, bytes: usize) -> &[u8] {
+        self.check(at, bytes);
+        // SAFETY: initialised, within the allocation; the rest is the caller's promise.
+        unsafe { std::slice::from_raw_parts(self.0.at.add(at), bytes) }
+    }
+
+    /// `bytes` bytes at `at`, to write.
+    ///
+    /// # Safety
+    /// It is this caller's turn: nobody, a device included, reads or writes them meanwhile.
+    #[allow(clippy::mut_from_ref)] // whose turn it is, the caller knows
+    pub unsafe fn write(&self, at: usize, bytes: usize) -> &mut [u8] {
+        self.check(at, bytes);
+        // SAFETY: initialised, within the allocation; the rest is the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.0.at.add(at), bytes) }
+    }
+
+    fn check(&self, at: usize, bytes: usize) {
+        assert!(at.checked_add(bytes).is_some_and(|end| end <= self.0.bytes), "beyond pinned memory");
+    }
+}
+
+/// What a stream calls on the host, on a thread of the driver's, in its order. It may not call the driver.
+pub(crate) trait OnHost: Sync {
+    /// Does it.
+    fn run(&self);
+
+    /// It panicked, which nobody else is told.
+    fn panicked(&self, what: &str);
+}
+
+extern "C" fn on_host<T: OnHost>(work: *mut c_void) {
+    // SAFETY: `Stream::call` was given a reference to a T, that lives until the stream is past this.
+    let work = unsafe { &*work.cast::<T>() };
+    // Nothing may unwind into the driver; what `panicked` does is to take a lock and keep the text.
+    let _ = catch_unwind(AssertUnwindSafe(|| {
+        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| work.run())) {
+            let text = payload.downcast_ref::<&str>().copied();
+            work.panicked(text.or(payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("unknown panic"));
+        }
+    }));
+}
+
 /// A queue of work of a device.
 pub(crate) struct Stream {
     context: Arc<Context>,
@@ -438,6 +519,45 @@ impl Stream {
         self.context.within(
             || format!("copying {bytes} bytes from the device"),
             |cuda| unsafe { (cuda.to_host)(to.at.cast(), address, bytes, self.handle) },
+        )
+    }
+
+    /// Copies `bytes` bytes at `from` on the device to those at `at`.
+    ///
+    /// # Safety
+    /// Until the stream is past this: the device holds them, and it is this copy's turn with the pinned memory, which lives.
+    pub unsafe fn fetch(&self, to: &Staging, at: usize, from: u64, bytes: usize) -> Result<(), String> {
+        to.check(at, bytes);
+        self.context.within(
+            || format!("copying {bytes} bytes from the device"),
+            // SAFETY: within the pinned memory; the rest is the caller's promise.
+            |cuda| unsafe { (cuda.to_host)(to.0.at.add(at).cast(), from, bytes, self.handle) },
+        )
+    }
+
+    /// Copies the `bytes` bytes at `at` to `to` on the device.
+    ///
+    /// # Safety
+    /// As [`Stream::fetch`].
+    pub unsafe fn place(&self, to: u64, from: &Staging, at: usize, bytes: usize) -> Result<(), String> {
+        from.check(at, bytes);
+        self.context.within(
+            || format!("copying {bytes} bytes to the device"),
+            // SAFETY: within the pinned memory; the rest is the caller's promise.
+            |cuda| unsafe { (cuda.to_device)(to, from.0.at.add(at).cast_const().cast(), bytes, self.handle) },
+        )
+    }
+
+    /// Has the stream call `work` on the host, between what is before and what comes after.
+    ///
+    /// # Safety
+    /// `work` lives, and does not move, until the stream (or each launch of a graph that it is captured into) is past this.
+    pub unsafe fn call<T: OnHost>(&self, work: &T) -> Result<(), String> {
+        let data = ptr::from_ref(work).cast_mut().cast();
+        self.context.within(
+            || "calling a function on the host".into(),
+            // SAFETY: the function takes what it is given here, a T; that it lives is the caller's promise.
+            |cuda| unsafe { (cuda.host_function)(self.handle, on_host::<T>, data) },
         )
     }
 

@@ -21,6 +21,7 @@ pub(crate) struct Products {
 pub(crate) struct Around {
     pub inputs: Kernel,
     pub outputs: Kernel,
+    pub add: Kernel,
     pub group: Kernel,
 }
 
@@ -108,7 +109,12 @@ impl Gpu {
         let (module, _) = self.module(Set::Rows)?;
         let kernel =
             |name: &str| module.kernel(name.into()).map_err(|why| Unsupported::new(format!("{}: {why}", self.name)));
-        let made = Around { inputs: kernel("kt_inputs")?, outputs: kernel("kt_outputs")?, group: kernel("kt_group")? };
+        let made = Around {
+            inputs: kernel("kt_inputs")?,
+            outputs: kernel("kt_outputs")?,
+            add: kernel("kt_add")?,
+            group: kernel("kt_group")?,
+        };
         Ok(around.insert(Arc::new(made)).clone())
     }
 

@@ -126,11 +126,17 @@ struct Piece<'a> {
 }
 
 impl Layout {
-    /// How a matrix of this format and shape is held.
+    /// How a matrix of this format and shape is held, with scales of this type where it is known.
     ///
     /// # Errors
     /// Why it is not.
-    pub fn new(format: Format, rows: usize, cols: usize, biased: bool) -> Result<Self, Unsupported> {
+    pub fn new(
+        format: Format,
+        rows: usize,
+        cols: usize,
+        biased: bool,
+        scales: Option<ScaleType>,
+    ) -> Result<Self, Unsupported> {
         format.row_bytes(cols).map_err(Unsupported::new)?;
         let codes = match format {
             Format::Bf16 => Codes::Bf16,
@@ -150,10 +156,10 @@ impl Layout {
         if let Some(g) = group.filter(|&g| g != cols && !g.is_multiple_of(STEP)) {
             return Err(Unsupported::new(format!("{format}: groups of {g} columns; multiples of {STEP} are taken")));
         }
-        // What their files mostly have; `with_scales` puts this right where there are others.
+        // BF16 is what files mostly have; `with_scales` puts this right where headers did not tell.
         let kind = match format {
             Format::Q8_0 | Format::Q4_0 => ScaleType::F16,
-            _ if group.is_some_and(|g| g != cols) => ScaleType::Bf16,
+            _ if group.is_some_and(|g| g != cols) => scales.unwrap_or(ScaleType::Bf16),
             _ => ScaleType::F32,
         };
         let groups = match (format, group) {
@@ -458,7 +464,7 @@ impl ExpertLayout {
     pub fn new(layer: &LayerSpec) -> Result<Self, Unsupported> {
         let layout = |proj| {
             let (rows, cols) = layer.shape(proj);
-            Layout::new(layer.format(proj), rows, cols, layer.biases)
+            Layout::new(layer.format(proj), rows, cols, layer.biases, layer.scales[proj.index()])
         };
         let of = [layout(Proj::Gate)?, layout(Proj::Up)?, layout(Proj::Down)?];
         if of[0].codes != of[1].codes {

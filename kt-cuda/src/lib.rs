@@ -4,6 +4,7 @@ mod bank;
 mod call;
 mod ffi;
 mod gpu;
+mod hybrid;
 mod image;
 mod layout;
 
@@ -15,6 +16,7 @@ use kt_core::cpu::tier::Tier;
 use kt_core::{Candidate, Unsupported};
 
 pub use bank::{CudaBackend, CudaBank, DeviceBatch, Element, PreparedCall};
+pub use hybrid::HybridCall;
 
 /// Names of the driver's library.
 const DRIVERS: [&str; 2] = ["libcuda.so.1", "libcuda.so"];

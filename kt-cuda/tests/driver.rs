@@ -4,12 +4,10 @@
 
 mod common;
 
-use std::ffi::c_void;
 use std::path::PathBuf;
-use std::ptr;
 use std::sync::Arc;
 
-use common::Fake;
+use common::{Fake, Memory, Stream};
 use kt_core::activation::Activation;
 use kt_core::backend::{LoadContext, Progress};
 use kt_core::cpu::team::Team;
@@ -329,6 +327,31 @@ fn experts_are_replaced() {
     bank.replace(3, 2, &source).unwrap();
     assert_eq!(example.run(&bank), want);
     assert!(bank.replace(4, 0, &source).err().unwrap().to_string().contains("only 0..4"));
+    // Calls that are prepared now know them: expert 1 is no longer here, and 3 is in its place.
+    fake.enter();
+    let call = bank.prepare(6, 2).unwrap();
+    let [input, output] = [(); 2].map(|()| Memory::new(&fake, 6 * 64 * 4));
+    let [ids, weights] = [(); 2].map(|()| Memory::new(&fake, 6 * 2 * 4));
+    let there: Vec<i32> = example.ids.iter().map(|&id| if id == 1 { -1 } else { id }).collect();
+    input.put(&example.input);
+    ids.put(&example.ids);
+    weights.put(&example.weights);
+    let batch = DeviceBatch {
+        tokens: 6,
+        input: input.address(),
+        element: Element::F32,
+        topk_ids: ids.address(),
+        topk_weights: weights.address(),
+        output: output.address(),
+        add: false,
+    };
+    let stream = Stream::new(&fake);
+    // SAFETY: memory of these sizes, which lives as long as the fake.
+    unsafe { call.submit_on(stream.handle, &batch) }.unwrap();
+    stream.wait();
+    let all = load(&backend, &source, &[0, 1, 2, 3]).unwrap();
+    let want = Example { ids: there, input: example.input.clone(), weights: example.weights.clone(), ..example };
+    assert_eq!(output.floats(), want.run(&all));
     let fixed = load(&backend, &source, &[0, 1]).unwrap();
     assert!(
         fixed
@@ -416,57 +439,29 @@ fn compiled_kernels_are_kept_and_checked() {
     std::fs::remove_dir_all(&dir).unwrap();
 }
 
-/// Device memory of a test. The fake's is the host's, so that it can be looked at.
-struct Memory(*mut u8, usize);
-
-impl Memory {
-    fn new(fake: &Fake, bytes: usize) -> Self {
-        let mut at: *mut c_void = ptr::null_mut();
-        let code =
-            fake.driver("cuMemAlloc_v2", [(&raw mut at).cast(), ptr::without_provenance_mut(bytes), ptr::null_mut()]);
-        assert_eq!(code, 0);
-        Memory(at.cast(), bytes)
-    }
-
-    fn put<T: bytemuck::Pod>(&self, values: &[T]) {
-        let bytes: &[u8] = bytemuck::cast_slice(values);
-        assert!(bytes.len() <= self.1);
-        // SAFETY: an allocation of that size.
-        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.0, bytes.len()) }
-    }
-
-    fn floats(&self) -> Vec<f32> {
-        // SAFETY: an allocation of that size; any bytes are floats.
-        (0..self.1 / 4).map(|i| unsafe { self.0.cast::<f32>().add(i).read_unaligned() }).collect()
-    }
-}
-
 /// On the caller's stream, in order with its other work, and in a graph; the bits are those of `submit`.
 #[test]
 fn prepared_calls_run_on_streams_and_in_graphs() {
     let Some(fake) = common::fake("prepared") else { return };
     let Some(compiler) = common::fake_of("libnvrtc", "prepared") else { return };
-    let none: *mut c_void = ptr::null_mut();
-    let mut current = none;
-    assert_eq!(fake.driver("cuInit", [none, none, none]), 0);
-    assert_eq!(fake.driver("cuDevicePrimaryCtxRetain", [(&raw mut current).cast(), none, none]), 0);
-    assert_eq!(fake.driver("cuCtxPushCurrent_v2", [current, none, none]), 0);
+    fake.enter();
     for nvrtc in [compiler.path.clone(), NOWHERE.into()] {
         let backend = fake.builder().nvrtc(nvrtc).build(0).unwrap();
         let source = source(Format::Q4K, 256, 256);
-        for tokens in [1, 4, 90] {
+        for most in [1, 4, 90] {
             // Expert 1 is elsewhere.
             let bank = load(&backend, &source, &[3, 0, 2]).unwrap();
             let homes = [1, 9, 2, 0];
-            let call = bank.prepare(tokens, 2).unwrap();
-            let (input, output) = (Memory::new(&fake, tokens * 256 * 4), Memory::new(&fake, tokens * 256 * 4));
-            let (ids, weights) = (Memory::new(&fake, tokens * 8), Memory::new(&fake, tokens * 8));
-            let batch = |element, add| DeviceBatch {
-                input: input.0 as u64,
-                element,
-                topk_ids: ids.0 as u64,
-                topk_weights: weights.0 as u64,
-                output: output.0 as u64,
+            let call = bank.prepare(most, 2).unwrap();
+            let (input, output) = (Memory::new(&fake, most * 256 * 4), Memory::new(&fake, most * 256 * 4));
+            let (ids, weights) = (Memory::new(&fake, most * 8), Memory::new(&fake, most * 8));
+            let batch = |tokens, add| DeviceBatch {
+                tokens,
+                input: input.address(),
+                element: Element::F32,
+                topk_ids: ids.address(),
+                topk_weights: weights.address(),
+                output: output.address(),
                 add,
             };
             let want = |example: &Example| {
@@ -482,35 +477,34 @@ fn prepared_calls_run_on_streams_and_in_graphs() {
                 ids.put(&example.ids);
                 weights.put(&example.weights);
             };
-            let mut stream: *mut c_void = ptr::null_mut();
-            assert_eq!(fake.driver("cuStreamCreate", [(&raw mut stream).cast(), none, none]), 0);
-            let examples = [1, 2, 3].map(|seed| example(tokens, 256, seed));
-            put(&examples[0]);
-            // SAFETY: memory of these sizes, which lives as long as the fake.
-            unsafe { call.submit_on(stream, &batch(Element::F32, false)) }.unwrap();
-            // SAFETY: as above.
-            unsafe { call.submit_on(stream, &batch(Element::F32, true)) }.unwrap();
-            assert_eq!(fake.driver("cuStreamSynchronize", [stream, none, none]), 0);
-            let twice: Vec<f32> = want(&examples[0]).iter().map(|v| v + v).collect();
-            assert_eq!(output.floats(), twice, "{tokens} tokens");
+            let stream = Stream::new(&fake);
+            // As many as were prepared for, and fewer.
+            for tokens in [most, 1, most / 2 + 1] {
+                let examples = [1, 2, 3].map(|seed| example(tokens, 256, seed));
+                put(&examples[0]);
+                // SAFETY: memory of these sizes, which lives as long as the fake.
+                unsafe { call.submit_on(stream.handle, &batch(tokens, false)) }.unwrap();
+                // SAFETY: as above.
+                unsafe { call.submit_on(stream.handle, &batch(tokens, true)) }.unwrap();
+                stream.wait();
+                let twice: Vec<f32> = want(&examples[0]).iter().map(|v| v + v).collect();
+                assert_eq!(output.floats()[..tokens * 256], twice, "{tokens} tokens");
 
-            let (mut graph, mut exec): (*mut c_void, *mut c_void) = (none, none);
-            assert_eq!(fake.driver("cuStreamBeginCapture_v2", [stream, none, none]), 0);
-            let allocated = fake.calls("cuMemAlloc_v2") + fake.calls("cuMemAllocHost_v2");
-            // SAFETY: as above.
-            unsafe { call.submit_on(stream, &batch(Element::F32, false)) }.unwrap();
-            assert_eq!(fake.calls("cuMemAlloc_v2") + fake.calls("cuMemAllocHost_v2"), allocated);
-            assert_eq!(fake.driver("cuStreamEndCapture", [stream, (&raw mut graph).cast(), none]), 0);
-            assert_eq!(fake.driver("cuGraphInstantiateWithFlags", [(&raw mut exec).cast(), graph, none]), 0);
-            for example in &examples[1..] {
-                put(example);
-                assert_eq!(fake.driver("cuGraphLaunch", [exec, stream, none]), 0);
-                assert_eq!(fake.driver("cuStreamSynchronize", [stream, none, none]), 0);
-                assert_eq!(output.floats(), want(example), "{tokens} tokens, in a graph");
+                let allocated = || fake.calls("cuMemAlloc_v2") + fake.calls("cuMemAllocHost_v2");
+                let before = allocated();
+                // SAFETY: as above.
+                let graph = stream.capture(|| unsafe { call.submit_on(stream.handle, &batch(tokens, false)) }.unwrap());
+                assert_eq!(allocated(), before);
+                for example in &examples[1..] {
+                    put(example);
+                    graph.launch(&stream);
+                    stream.wait();
+                    assert_eq!(output.floats()[..tokens * 256], want(example), "{tokens} tokens, in a graph");
+                }
             }
-            assert_eq!(fake.driver("cuGraphExecDestroy", [exec, none, none]), 0);
-            assert_eq!(fake.driver("cuGraphDestroy", [graph, none, none]), 0);
-            assert_eq!(fake.driver("cuStreamDestroy_v2", [stream, none, none]), 0);
+            // SAFETY: nothing is done with it.
+            let why = unsafe { call.submit_on(stream.handle, &batch(most + 1, false)) }.err().unwrap().to_string();
+            assert!(why.contains("cuda:0") && why.contains("prepared for 1 to"), "{why}");
             assert!(bank.prepare(0, 2).is_err() && bank.prepare(usize::MAX, 2).is_err());
         }
     }

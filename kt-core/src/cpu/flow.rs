@@ -19,10 +19,10 @@ use bytes::Bytes;
 use super::cache::{Key, PackedCache};
 use super::input::{BLOCK, InputLayout, Inputs};
 use super::kernel::{Kernel, Outputs, Scratch, Weights};
-use super::memory::{AlignedBytes, Grid, Pages, Pieces, pages_near, residence};
+use super::memory::{AlignedBytes, Grid, Marks, Pages, Pieces, pages_near, residence};
 use super::slice::{Columns, Sliced, cut};
-use super::team::{Region, Team};
-use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Residence};
+use super::team::{Buffers, Region, Team};
+use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Replacement, Residence};
 use crate::error::{Error, Result, Unsupported};
 use crate::format::{Format, Matrix};
 use crate::layer::{LayerSpec, Proj};
@@ -62,6 +62,20 @@ impl Gathered {
         }
         (Inputs::new(x.layout(), tokens.len(), x.cols(), bytes), 0..tokens.len())
     }
+}
+
+/// What a layer call lists, in memory that is kept from call to call.
+#[derive(Default)]
+pub(crate) struct Lists {
+    /// Which tokens have rows.
+    used: Vec<bool>,
+    row_tokens: Vec<u32>,
+    chunks: Vec<Chunk>,
+    /// By node.
+    parts: Vec<Vec<Part>>,
+    tasks: Vec<usize>,
+    columns: Columns,
+    marks: Marks,
 }
 
 /// Counts layer calls, so that no thread takes what it gathered for an earlier one for this one's.
@@ -204,7 +218,7 @@ impl<K: Kernel> CpuBackend<K> {
         let loaded: Vec<Mutex<Option<Result<LoadedExpert>>>> = experts.iter().map(|_| Mutex::new(None)).collect();
         let cancelled = || context.progress.advance(0).is_err();
         contain(self.name, layer.index, || {
-            context.team.region().run(experts.len(), |i, _| {
+            let load = |i: usize| {
                 if cancelled() {
                     return;
                 }
@@ -224,7 +238,12 @@ impl<K: Kernel> CpuBackend<K> {
                         Ok(LoadedExpert { kept, biases })
                     });
                 *loaded[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
-            });
+            };
+            match experts.len() {
+                // One that replaces another: the team's threads are at work with the others meanwhile.
+                1 => load(0),
+                all => context.team.region().run(all, |i, _| load(i)),
+            }
         })?;
         drop(pieces);
         context.progress.advance(0)?;
@@ -531,6 +550,11 @@ impl<K: Kernel> ExpertBank for CpuBank<K> {
         contain(inner.name, inner.layer.index, || inner.run(work))
     }
 
+    fn reserve(&self, tokens: usize, top_k: usize) -> Result<()> {
+        let inner = self.now();
+        contain(inner.name, inner.layer.index, || inner.reserve(tokens, top_k))
+    }
+
     fn packed_bytes(&self) -> u64 {
         self.now().packed_bytes
     }
@@ -540,18 +564,25 @@ impl<K: Kernel> ExpertBank for CpuBank<K> {
     }
 
     fn replace(&self, local: u32, expert: u32, from: &dyn WeightSource) -> Result<()> {
+        self.replacement(local, expert, from)?()
+    }
+
+    fn replacement<'a>(&'a self, local: u32, expert: u32, from: &'a dyn WeightSource) -> Result<Replacement<'a>> {
         let now = self.now();
         let Some(context) = &self.context else {
             return Err(Unsupported::new("the experts of this bank were loaded to stay").into());
         };
         let new = CpuBackend::new(now.name, now.kernel).load_inner(&now.layer, &[expert], from, context)?;
-        let mut inner = (*now).clone();
-        match (inner.experts.get_mut(local as usize), new.experts.into_iter().next()) {
-            (Some(place), Some(expert)) => *place = expert,
-            _ => return Err(Error::Invalid(format!("local expert {local} of {}", inner.experts.len()))),
-        }
-        *self.now.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(inner);
-        Ok(())
+        let (place, experts) = (local as usize, now.experts.len());
+        let expert = new.experts.into_iter().next().filter(|_| place < experts);
+        let expert = expert.ok_or_else(|| Error::Invalid(format!("local expert {local} of {experts}")))?;
+        Ok(Box::new(move || {
+            let mut now = self.now.write().unwrap_or_else(PoisonError::into_inner);
+            let mut inner = (**now).clone();
+            inner.experts[place] = expert;
+            *now = Arc::new(inner);
+            Ok(())
+        }))
     }
 }
 
@@ -568,10 +599,10 @@ fn pack_rows<K: Kernel>(
     region: &mut Region<'_>,
     layout: InputLayout,
     (rows, cols): (usize, usize),
-    bytes: &mut [u8],
+    (bytes, marks): (&mut [u8], &mut Marks),
     read: impl Fn(usize, Range<usize>, &mut [f32]) -> bool + Sync,
 ) {
-    let pieces = Pieces::every(bytes, layout.block_bytes());
+    let pieces = Pieces::every_within(std::mem::take(marks), bytes, layout.block_bytes());
     let pack = |row: usize| {
         let mut values = [0f32; BLOCK];
         for b in 0..cols.div_ceil(BLOCK) {
@@ -589,6 +620,7 @@ fn pack_rows<K: Kernel>(
     } else {
         region.run(rows, |row, _| pack(row));
     }
+    *marks = pieces.marks();
 }
 
 /// A task of run 2: all rows of a chunk, and some blocks of its expert's outputs.
@@ -607,7 +639,10 @@ impl<K: Kernel> BankInner<K> {
         let (kernel, tokens, hidden) = (self.kernel, work.tokens, self.layer.hidden);
         let [gate_layout, up_layout, down_layout] = self.layouts;
 
-        let mut used = vec![false; tokens];
+        let Buffers { x: [x0, x1], h, lists } = &mut buffers;
+        let Lists { used, row_tokens, chunks, parts, tasks, columns, marks } = lists;
+        used.clear();
+        used.resize(tokens, false);
         work.rows.iter().for_each(|r| used[r.token as usize] = true);
         let input = work.input.clone();
         let first = work.first;
@@ -616,19 +651,18 @@ impl<K: Kernel> BankInner<K> {
             input.read(start + columns.start..start + columns.end, out);
             used[row]
         };
-        let [x0, x1] = &mut buffers.x;
         let x0 = x0.get(gate_layout.bytes(tokens, hidden));
-        pack_rows(kernel, &mut region, gate_layout, (tokens, hidden), x0, read);
+        pack_rows(kernel, &mut region, gate_layout, (tokens, hidden), (&mut *x0, &mut *marks), read);
         let gate_x = Inputs::new(gate_layout, tokens, hidden, x0);
         let up_x = if up_layout == gate_layout {
             gate_x
         } else {
             let x1 = x1.get(up_layout.bytes(tokens, hidden));
-            pack_rows(kernel, &mut region, up_layout, (tokens, hidden), x1, read);
+            pack_rows(kernel, &mut region, up_layout, (tokens, hidden), (&mut *x1, &mut *marks), read);
             Inputs::new(up_layout, tokens, hidden, x1)
         };
 
-        let mut chunks = Vec::new();
+        chunks.clear();
         let mut h_bytes = 0;
         for group in &work.experts {
             for start in group.rows.clone().step_by(ROWS) {
@@ -638,15 +672,17 @@ impl<K: Kernel> BankInner<K> {
                 h_bytes += bytes;
             }
         }
-        let row_tokens: Vec<u32> = work.rows.iter().map(|r| r.token).collect();
-        let h = buffers.h.get(h_bytes);
+        row_tokens.clear();
+        row_tokens.extend(work.rows.iter().map(|r| r.token));
+        let h = h.get(h_bytes);
         let blocks = self.layer.intermediate.div_ceil(BLOCK);
         let lengths = chunks.iter().flat_map(|c| (0..blocks).map(move |_| c.rows.len() * down_layout.block_bytes()));
-        let pieces = Pieces::new(h, lengths);
+        let pieces = Pieces::within(std::mem::take(marks), h, lengths);
         let call = CALLS.fetch_add(1, Ordering::Relaxed) + 1;
         // With experts enough for all threads, each does all blocks of one (of its node), whose rows then stay in its cache.
         let together = chunks.len() >= 8 * region.threads();
-        let mut parts: Vec<Vec<Part>> = self.nodes.iter().map(|_| Vec::new()).collect();
+        parts.iter_mut().for_each(Vec::clear);
+        parts.resize_with(self.nodes.len(), Vec::new);
         for (chunk, of) in chunks.iter().enumerate() {
             for (parts, outputs) in parts.iter_mut().zip(&self.experts[of.expert].cuts.intermediate) {
                 if outputs.is_empty() {
@@ -659,8 +695,10 @@ impl<K: Kernel> BankInner<K> {
                 }
             }
         }
-        let tasks: Vec<usize> = parts.iter().map(Vec::len).collect();
-        region.run_lanes(&tasks, |node, task, scratch| {
+        tasks.clear();
+        tasks.extend(parts.iter().map(Vec::len));
+        let (parts, chunks, row_tokens) = (&*parts, &*chunks, &*row_tokens);
+        region.run_lanes(tasks, |node, task, scratch| {
             let part = &parts[node][task];
             let chunk = &chunks[part.chunk];
             // The other threads of the node probably take the tasks in between.
@@ -674,17 +712,16 @@ impl<K: Kernel> BankInner<K> {
                 self.gate_up((chunk, (call, part.chunk)), (outputs, next), [gate_x, up_x], tokens, h, scratch);
             }
         });
-        drop(pieces);
+        *marks = pieces.marks();
 
         let h = &*h;
         // All tokens in one tile: cut, an expert's rows would be fewer than it has, and its weights read again.
-        let columns = match self.experts.first() {
-            Some(e) => Columns::new(&e.cuts.hidden, &self.nodes, 1, K::PANEL),
-            None => Columns::new(&[], &[], 1, K::PANEL),
-        };
-        let tasks: Vec<usize> = columns.lanes.iter().map(Range::len).collect();
-        let grid = Grid::new(&mut work.output, tokens, tokens, &columns.ends);
-        region.run_lanes(&tasks, |node, task, scratch| {
+        columns.set(self.experts.first().map_or(&[], |e| &e.cuts.hidden), &self.nodes, 1, K::PANEL);
+        tasks.clear();
+        tasks.extend(columns.lanes.iter().map(Range::len));
+        let columns = &*columns;
+        let grid = Grid::within(std::mem::take(marks), &mut work.output, tokens, tokens, &columns.ends);
+        region.run_lanes(tasks, |node, task, scratch| {
             let mut tile = grid.take(0, columns.lanes[node].start + task);
             let mut y = std::mem::take(&mut scratch.tiles[0]);
             for (i, chunk) in chunks.iter().enumerate() {
@@ -706,10 +743,68 @@ impl<K: Kernel> BankInner<K> {
             }
             scratch.tiles[0] = y;
         });
-        drop(grid);
+        *marks = grid.marks();
         region.put_buffers(buffers);
         work.spent = region.spent();
         work
+    }
+
+    /// Makes room for work of `tokens` tokens with `top_k` experts each: in the team's buffers, and in the scratch of each of its threads.
+    fn reserve(&self, tokens: usize, top_k: usize) {
+        let Some(expert) = self.experts.first() else { return };
+        let (hidden, intermediate, rows) = (self.layer.hidden, self.layer.intermediate, tokens * top_k);
+        let [gate_layout, up_layout, down_layout] = self.layouts;
+        let mut region = self.team.region();
+        let mut buffers = region.take_buffers();
+        let Buffers { x: [x0, x1], h, lists } = &mut buffers;
+        x0.get(gate_layout.bytes(tokens, hidden));
+        if up_layout != gate_layout {
+            x1.get(up_layout.bytes(tokens, hidden));
+        }
+        h.get(down_layout.bytes(rows, intermediate));
+        let Lists { used, row_tokens, chunks, parts, tasks, columns, marks } = lists;
+        let most_chunks = self.experts.len().min(rows) + rows / ROWS;
+        let most_parts = most_chunks * intermediate.div_ceil(BLOCK);
+        fn room<T>(list: &mut Vec<T>, n: usize) {
+            list.clear();
+            list.reserve(n);
+        }
+        room(used, tokens);
+        room(row_tokens, rows);
+        room(chunks, most_chunks);
+        parts.resize_with(self.nodes.len().max(parts.len()), Vec::new);
+        parts.iter_mut().for_each(|parts| room(parts, most_parts));
+        room(tasks, self.nodes.len());
+        columns.set(&expert.cuts.hidden, &self.nodes, 1, K::PANEL);
+        marks.reserve(most_parts.max(tokens * hidden.div_ceil(BLOCK)).max(columns.ends.len()));
+        let widest = columns.widest();
+        region.put_buffers(buffers);
+        // An expert has a token once.
+        region.each_thread(|scratch| self.reserve_scratch(tokens.min(ROWS), widest.clone(), scratch));
+    }
+
+    /// What kernels need of a thread's scratch they know when they run: they do, on zeros, for 1, 2, 4 … `most` rows.
+    fn reserve_scratch(&self, most: usize, down: Range<usize>, scratch: &mut Scratch) {
+        let Some(expert) = self.experts.first() else { return };
+        let outputs = 0..self.layer.intermediate.min(BLOCK);
+        let mut zeros = AlignedBytes::default();
+        let mut out = vec![0.0; most * outputs.len().max(down.len())];
+        for (proj, outputs) in [(Proj::Gate, outputs.clone()), (Proj::Up, outputs), (Proj::Down, down)] {
+            let (layout, cols) = (self.layouts[proj.index()], self.layer.shape(proj).1);
+            let mut n = 1;
+            while n <= most && !outputs.is_empty() {
+                let bytes = zeros.get(layout.bytes(n, cols));
+                bytes.fill(0);
+                let part = expert.weights[proj.index()].outputs(outputs.clone());
+                let out = &mut out[..n * outputs.len()];
+                self.kernel.product(part, Inputs::new(layout, n, cols, bytes), 0..n, out, scratch);
+                n = if n < most { most.min(2 * n) } else { n + 1 };
+            }
+        }
+        scratch.tiles.iter_mut().for_each(|tile| tile.resize(tile.len().max(out.len()), 0.0));
+        for (gathered, layout) in scratch.gathered.iter_mut().zip(self.layouts) {
+            gathered.bytes.get(layout.bytes(most, self.layer.hidden));
+        }
     }
 
     fn gate_up(
@@ -791,10 +886,17 @@ impl<K: Kernel> LinearOp for CpuLinear<K> {
         for (x, y) in x.chunks(cols * ROWS * 16).zip(y.chunks_mut(outputs * ROWS * 16)) {
             let n = n.min(x.len() / cols);
             let bytes = buffers.x[0].get(self.layout.bytes(n, cols));
-            pack_rows(self.kernel, &mut region, self.layout, (n, cols), bytes, |row, columns, out| {
-                out.copy_from_slice(&x[row * cols..][columns]);
-                true
-            });
+            pack_rows(
+                self.kernel,
+                &mut region,
+                self.layout,
+                (n, cols),
+                (bytes, &mut buffers.lists.marks),
+                |row, columns, out| {
+                    out.copy_from_slice(&x[row * cols..][columns]);
+                    true
+                },
+            );
             let inputs = Inputs::new(self.layout, n, cols, bytes);
             let columns = Columns::new(&self.cuts, &self.nodes, n.div_ceil(ROWS), K::PANEL);
             let tasks: Vec<usize> = columns.lanes.iter().map(|lane| lane.len() * n.div_ceil(ROWS)).collect();

@@ -169,17 +169,36 @@ pub fn huge_share(area: &[u8]) -> Option<f64> {
     (resident > 0).then(|| huge as f64 / resident as f64)
 }
 
+/// Which pieces of a buffer were taken, and where they end: memory that is kept from one buffer to the next.
+#[derive(Default)]
+pub(crate) struct Marks {
+    ends: Vec<usize>,
+    taken: Vec<AtomicBool>,
+}
+
+impl Marks {
+    /// Makes room for so many pieces.
+    pub fn reserve(&mut self, pieces: usize) {
+        self.ends.clear();
+        self.ends.reserve(pieces);
+        self.start(0);
+        self.taken.reserve(pieces);
+    }
+
+    /// None of so many pieces was taken.
+    fn start(&mut self, pieces: usize) {
+        self.taken.clear();
+        self.taken.resize_with(pieces, || AtomicBool::new(false));
+    }
+}
+
 /// A buffer cut into consecutive pieces, each of which one task takes, once, from whichever thread it runs on.
 pub struct Pieces<'a, T> {
     data: *mut T,
-    cuts: Cuts,
-    taken: Vec<AtomicBool>,
+    /// The length of every piece, where `marks` do not say where they end.
+    every: Option<usize>,
+    marks: Marks,
     _borrow: PhantomData<&'a mut [T]>,
-}
-
-enum Cuts {
-    Every(usize),
-    Ends(Vec<usize>),
 }
 
 // SAFETY: `take` hands each disjoint piece to one caller only, so sharing the handle shares no element; T itself must be Send.
@@ -193,15 +212,20 @@ impl<'a, T> Pieces<'a, T> {
     /// # Panics
     /// When the lengths do not add up to the buffer.
     pub fn new(data: &'a mut [T], lengths: impl IntoIterator<Item = usize>) -> Self {
+        Self::within(Marks::default(), data, lengths)
+    }
+
+    /// As [`Pieces::new`], in memory that [`Pieces::marks`] gives back.
+    pub(crate) fn within(mut marks: Marks, data: &'a mut [T], lengths: impl IntoIterator<Item = usize>) -> Self {
         let mut end = 0;
-        let mut ends = Vec::new();
-        for n in lengths {
+        marks.ends.clear();
+        marks.ends.extend(lengths.into_iter().map(|n| {
             end += n;
-            ends.push(end);
-        }
+            end
+        }));
         assert_eq!(end, data.len(), "pieces do not cover the buffer");
-        let taken = ends.iter().map(|_| AtomicBool::new(false)).collect();
-        Pieces { data: data.as_mut_ptr(), cuts: Cuts::Ends(ends), taken, _borrow: PhantomData }
+        marks.start(marks.ends.len());
+        Pieces { data: data.as_mut_ptr(), every: None, marks, _borrow: PhantomData }
     }
 
     /// Cuts `data` into pieces of `len` elements each.
@@ -209,9 +233,19 @@ impl<'a, T> Pieces<'a, T> {
     /// # Panics
     /// When `len` does not divide the buffer.
     pub fn every(data: &'a mut [T], len: usize) -> Self {
+        Self::every_within(Marks::default(), data, len)
+    }
+
+    /// As [`Pieces::every`], in memory that [`Pieces::marks`] gives back.
+    pub(crate) fn every_within(mut marks: Marks, data: &'a mut [T], len: usize) -> Self {
         assert!(len > 0 && data.len().is_multiple_of(len), "pieces do not cover the buffer");
-        let taken = (0..data.len() / len).map(|_| AtomicBool::new(false)).collect();
-        Pieces { data: data.as_mut_ptr(), cuts: Cuts::Every(len), taken, _borrow: PhantomData }
+        marks.start(data.len() / len);
+        Pieces { data: data.as_mut_ptr(), every: Some(len), marks, _borrow: PhantomData }
+    }
+
+    /// The memory of the marks, when all is done.
+    pub(crate) fn marks(self) -> Marks {
+        self.marks
     }
 
     /// Piece `i`.
@@ -220,10 +254,11 @@ impl<'a, T> Pieces<'a, T> {
     /// When it was taken before, or does not exist.
     #[allow(clippy::mut_from_ref)] // each piece leaves once, which `taken` enforces
     pub fn take(&self, i: usize) -> &mut [T] {
-        assert!(!self.taken[i].swap(true, Ordering::Relaxed), "piece {i} taken twice");
-        let (start, end) = match &self.cuts {
-            Cuts::Every(len) => (i * len, (i + 1) * len),
-            Cuts::Ends(ends) => (if i == 0 { 0 } else { ends[i - 1] }, ends[i]),
+        let Marks { ends, taken } = &self.marks;
+        assert!(!taken[i].swap(true, Ordering::Relaxed), "piece {i} taken twice");
+        let (start, end) = match self.every {
+            Some(len) => (i * len, (i + 1) * len),
+            None => (if i == 0 { 0 } else { ends[i - 1] }, ends[i]),
         };
         // SAFETY: start..end lies within the buffer borrowed for 'a, pieces are disjoint, and the flag above lets each leave
         // only once.
@@ -238,7 +273,7 @@ pub struct Grid<'a> {
     tile_rows: usize,
     /// Where the tiles of a row end.
     ends: &'a [usize],
-    taken: Vec<AtomicBool>,
+    marks: Marks,
     _borrow: PhantomData<&'a mut [f32]>,
 }
 
@@ -253,11 +288,27 @@ impl<'a> Grid<'a> {
     /// # Panics
     /// When the shape does not match the buffer, a tile has no columns, or `tile_rows` is 0.
     pub fn new(data: &'a mut [f32], rows: usize, tile_rows: usize, ends: &'a [usize]) -> Self {
+        Self::within(Marks::default(), data, rows, tile_rows, ends)
+    }
+
+    /// As [`Grid::new`], in memory that [`Grid::marks`] gives back.
+    pub(crate) fn within(
+        mut marks: Marks,
+        data: &'a mut [f32],
+        rows: usize,
+        tile_rows: usize,
+        ends: &'a [usize],
+    ) -> Self {
         let cols = ends.last().copied().unwrap_or(0);
         let rising = ends.first().is_none_or(|&e| e > 0) && ends.windows(2).all(|w| w[0] < w[1]);
         assert!(data.len() == rows * cols && tile_rows > 0 && rising);
-        let taken = (0..rows.div_ceil(tile_rows) * ends.len()).map(|_| AtomicBool::new(false)).collect();
-        Grid { data: data.as_mut_ptr(), rows, tile_rows, ends, taken, _borrow: PhantomData }
+        marks.start(rows.div_ceil(tile_rows) * ends.len());
+        Grid { data: data.as_mut_ptr(), rows, tile_rows, ends, marks, _borrow: PhantomData }
+    }
+
+    /// The memory of the marks, when all is done.
+    pub(crate) fn marks(self) -> Marks {
+        self.marks
     }
 
     /// The tile in row `row` and column `col` of the grid.
@@ -266,7 +317,7 @@ impl<'a> Grid<'a> {
     /// When it was taken before, or does not exist.
     pub fn take(&self, row: usize, col: usize) -> GridTile<'_> {
         assert!(
-            !self.taken[row * self.ends.len() + col].swap(true, Ordering::Relaxed),
+            !self.marks.taken[row * self.ends.len() + col].swap(true, Ordering::Relaxed),
             "tile {row}, {col} taken twice"
         );
         let r = row * self.tile_rows;

@@ -72,6 +72,7 @@ impl Sliced {
 }
 
 /// The columns of an output cut into tiles, by node.
+#[derive(Default)]
 pub(crate) struct Columns {
     /// Where each tile ends.
     pub ends: Vec<usize>,
@@ -83,14 +84,27 @@ impl Columns {
     /// `ranges` are the nodes' outputs; each is cut so that its threads have tiles enough, with `row_tiles` tiles of rows for each, and whole
     /// panels of `panel` outputs, a power of two.
     pub fn new(ranges: &[Range<usize>], threads: &[usize], row_tiles: usize, panel: usize) -> Self {
-        let mut columns = Columns { ends: Vec::new(), lanes: Vec::new() };
+        let mut columns = Columns::default();
+        columns.set(ranges, threads, row_tiles, panel);
+        columns
+    }
+
+    /// As [`Columns::new`], in place of what is here.
+    pub fn set(&mut self, ranges: &[Range<usize>], threads: &[usize], row_tiles: usize, panel: usize) {
+        self.ends.clear();
+        self.lanes.clear();
         for (range, &threads) in ranges.iter().zip(threads) {
             let width = tile_cols(range.len(), row_tiles, threads, panel);
-            let before = columns.ends.len();
-            columns.ends.extend((1..=range.len().div_ceil(width)).map(|i| range.end.min(range.start + i * width)));
-            columns.lanes.push(before..columns.ends.len());
+            let before = self.ends.len();
+            self.ends.extend((1..=range.len().div_ceil(width)).map(|i| range.end.min(range.start + i * width)));
+            self.lanes.push(before..self.ends.len());
         }
-        columns
+    }
+
+    /// The widest tile.
+    pub fn widest(&self) -> Range<usize> {
+        let starts = [0].into_iter().chain(self.ends.iter().copied());
+        starts.zip(&self.ends).map(|(start, &end)| start..end).max_by_key(Range::len).unwrap_or_default()
     }
 }
 

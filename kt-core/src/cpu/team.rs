@@ -22,12 +22,14 @@
 
 use std::any::Any;
 use std::cell::UnsafeCell;
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
+use super::flow::Lists;
 use super::kernel::Scratch;
 use super::memory::AlignedBytes;
 use super::topology::{Share, Topology, cpu_ranges, current_cpu};
@@ -268,6 +270,7 @@ fn help(shared: &Shared, region: u64, spare: &Mutex<Vec<Scratch>>) {
 pub(crate) struct Buffers {
     pub x: [AlignedBytes; 2],
     pub h: AlignedBytes,
+    pub lists: Lists,
 }
 
 #[derive(Default)]
@@ -293,11 +296,84 @@ pub struct Team {
     shares: Vec<Share>,
     notes: Vec<String>,
     caller: Mutex<CallerState>,
-    dispatcher: Mutex<Option<Dispatcher>>,
+    dispatcher: Mutex<Dispatcher>,
 }
 
+/// Work that is handed over again and again, without allocating.
+pub(crate) trait Recurring: Send + Sync {
+    /// Does it; does not panic.
+    fn run(&self);
+}
+
+enum Task {
+    Once(Box<dyn FnOnce() + Send>),
+    Again(Arc<dyn Recurring>),
+}
+
+/// The thread that does what is [spawned](Team::spawn). It ends when this is dropped and nothing is left to do.
+#[derive(Default)]
 struct Dispatcher {
-    queue: std::sync::mpsc::Sender<Box<dyn FnOnce() + Send>>,
+    queue: Arc<Queue>,
+    started: bool,
+    /// Jobs that there is always room for.
+    reserved: usize,
+}
+
+#[derive(Default)]
+struct Queue {
+    /// What is to be done, and whether there may come more.
+    tasks: Mutex<(VecDeque<Task>, bool)>,
+    changed: Condvar,
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, (VecDeque<Task>, bool)> {
+        self.tasks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn work(&self) {
+        let mut tasks = self.lock();
+        loop {
+            match tasks.0.pop_front() {
+                Some(task) => {
+                    drop(tasks);
+                    match task {
+                        Task::Once(f) => f(),
+                        Task::Again(job) => job.run(),
+                    }
+                    tasks = self.lock();
+                }
+                None if tasks.1 => return,
+                None => tasks = self.changed.wait(tasks).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+}
+
+impl Drop for Dispatcher {
+    fn drop(&mut self) {
+        self.queue.lock().1 = true;
+        self.queue.changed.notify_all();
+    }
+}
+
+impl Dispatcher {
+    fn start(&mut self) -> bool {
+        if !self.started {
+            let queue = self.queue.clone();
+            self.started = thread::Builder::new().name("kt-submit".into()).spawn(move || queue.work()).is_ok();
+        }
+        self.started
+    }
+
+    fn push(&mut self, task: Task) -> bool {
+        let started = self.start();
+        if started {
+            self.queue.lock().0.push_back(task);
+            self.queue.changed.notify_one();
+        }
+        started
+    }
 }
 
 /// Builds a [`Team`].
@@ -395,7 +471,7 @@ impl TeamBuilder {
             shares,
             notes,
             caller: Mutex::default(),
-            dispatcher: Mutex::new(None),
+            dispatcher: Mutex::default(),
         };
         if team.lent.is_none() {
             team.start_workers(threads, self.pin)?;
@@ -430,7 +506,7 @@ impl Team {
             shares,
             notes: Vec::new(),
             caller: Mutex::default(),
-            dispatcher: Mutex::new(None),
+            dispatcher: Mutex::default(),
         }
     }
 
@@ -554,19 +630,31 @@ impl Team {
         if let Some(host) = &self.host {
             return host.spawn(job);
         }
-        let mut dispatcher = self.dispatcher.lock().unwrap_or_else(PoisonError::into_inner);
-        if dispatcher.is_none() {
-            let (queue, jobs) = std::sync::mpsc::channel::<Box<dyn FnOnce() + Send>>();
-            let started = thread::Builder::new().name("kt-submit".into()).spawn(move || {
-                for job in jobs {
-                    job();
-                }
-            });
-            if started.is_ok() {
-                *dispatcher = Some(Dispatcher { queue });
-            }
+        self.dispatcher().push(Task::Once(job))
+    }
+
+    /// As [`Team::enqueue`], for a job that [`Team::reserve_job`] made room for: then nothing is allocated.
+    pub(crate) fn enqueue_again(&self, job: Arc<dyn Recurring>) -> bool {
+        match &self.host {
+            Some(host) => host.spawn(Box::new(move || job.run())),
+            None => self.dispatcher().push(Task::Again(job)),
         }
-        dispatcher.as_ref().is_some_and(|d| d.queue.send(job).is_ok())
+    }
+
+    /// Makes room for one more job that is enqueued at most once at a time, and starts the thread that does it.
+    pub(crate) fn reserve_job(&self) {
+        if self.host.is_none() {
+            let mut dispatcher = self.dispatcher();
+            dispatcher.start();
+            dispatcher.reserved += 1;
+            // Others that are enqueued take of the room while they wait.
+            let room = dispatcher.reserved + 64;
+            dispatcher.queue.lock().0.reserve(room);
+        }
+    }
+
+    fn dispatcher(&self) -> MutexGuard<'_, Dispatcher> {
+        self.dispatcher.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -689,6 +777,21 @@ impl Region<'_> {
     /// within some milliseconds are done by the caller.
     pub(crate) fn run_at_home(&mut self, tasks: &[usize], body: impl Fn(usize, usize, &mut Scratch) + Sync) {
         self.run_job(tasks, false, &body);
+    }
+
+    /// Runs `body` once on each of the team's threads, as far as they come: within a second, or 50 ms where they are an application's.
+    pub(crate) fn each_thread(&mut self, body: impl Fn(&mut Scratch) + Sync) {
+        let (threads, arrived) = (self.threads(), AtomicUsize::new(0));
+        let patience = Duration::from_millis(if self.team.is_lent() { 50 } else { 1000 });
+        let start = Instant::now();
+        self.run(threads, |_, scratch| {
+            arrived.fetch_add(1, Ordering::SeqCst);
+            // Whoever took a task keeps it until there is one for everybody else.
+            while arrived.load(Ordering::SeqCst) < threads && start.elapsed() < patience {
+                thread::yield_now();
+            }
+            body(scratch);
+        });
     }
 
     fn run_job(&mut self, tasks: &[usize], share: bool, body: &Body<'_>) {

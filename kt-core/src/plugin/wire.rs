@@ -74,6 +74,7 @@ pub unsafe fn layer_of(layer: &abi::Layer) -> Result<LayerSpec, Unsupported> {
         hidden: layer.hidden,
         intermediate: layer.intermediate,
         formats,
+        scales: [None; 3],
         // SAFETY: promised by the caller.
         activation: activation_of(unsafe { text(layer.activation) }?, layer.numbers)?,
         biases: layer.biases,

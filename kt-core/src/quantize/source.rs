@@ -40,6 +40,10 @@ impl Requantized {
                         layer.index
                     ))
                 })?;
+                // Scales of its own, unless it is passed on as it is.
+                if layer.formats[proj.index()] != format {
+                    layer.scales[proj.index()] = None;
+                }
             }
             layer.formats = formats;
         }

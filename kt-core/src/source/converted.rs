@@ -157,7 +157,10 @@ impl ConvertedSource {
         }
         source.check()?;
         let formats = Proj::ALL.map(|proj| source.format(proj));
-        source.model.layers.iter_mut().for_each(|layer| layer.formats = formats);
+        source.model.layers.iter_mut().for_each(|layer| {
+            layer.formats = formats;
+            layer.scales = [Some(ScaleType::F32); 3];
+        });
         Ok(source)
     }
 

@@ -280,6 +280,7 @@ impl GgufSource {
                 hidden,
                 intermediate: intermediate.unwrap_or(0),
                 formats,
+                scales: [None; 3],
                 activation: self.family.activation,
                 biases,
             });

@@ -58,6 +58,7 @@ impl Model {
             hidden,
             intermediate,
             formats: [Format::F32; 3],
+            scales: [None; 3],
             activation: family.activation,
             biases: false,
         };

@@ -16,7 +16,7 @@ use super::model::{self, Model};
 use super::names::{ExpertNames, Family};
 use super::{Metadata, Reads, Stored, WeightSource};
 use crate::error::{Error, Result};
-use crate::format::{Format, Matrix};
+use crate::format::{Format, Matrix, ScaleType};
 use crate::layer::{LayerSpec, Proj};
 use crate::routing::Routing;
 use linear::{Linear, inputs_first, linear, mxfp4, plain, plain_format};
@@ -81,8 +81,9 @@ impl SafetensorsSource {
     fn read_layer(&self, mut spec: LayerSpec) -> Result<LayerSpec> {
         self.check_alternating(&mut spec)?;
         for proj in Proj::ALL {
-            spec.formats[proj.index()] = match self.packed(spec.index, proj) {
-                Some(packed) => self.packed_format(packed, &spec, proj)?,
+            let i = proj.index();
+            (spec.formats[i], spec.scales[i]) = match self.packed(spec.index, proj) {
+                Some(packed) => (self.packed_format(packed, &spec, proj)?, None),
                 None => self.common_format(&spec, proj)?,
             };
         }
@@ -101,13 +102,13 @@ impl SafetensorsSource {
         }
     }
 
-    /// The format that a projection of every expert of a layer has.
-    fn common_format(&self, spec: &LayerSpec, proj: Proj) -> Result<Format> {
+    /// The format that a projection of every expert of a layer has, and the type of the first one's scales.
+    fn common_format(&self, spec: &LayerSpec, proj: Proj) -> Result<(Format, Option<ScaleType>)> {
         let (rows, cols) = spec.shape(proj);
         let mut common = None;
         for expert in 0..spec.experts {
             let found = self.linear(&self.base(spec.index, expert, proj), Some((rows, cols)))?;
-            let first = *common.get_or_insert(found.format);
+            let (first, _) = *common.get_or_insert((found.format, found.scale_type(&self.shards)));
             if found.format != first {
                 let what = format!(
                     "is {}, but expert 0 of this layer is {first}; one format per layer is supported",

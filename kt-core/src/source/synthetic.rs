@@ -47,6 +47,7 @@ impl SyntheticSource {
             hidden: 256,
             intermediate: 256,
             formats: [Format::Bf16; 3],
+            scales: [None; 3],
             activation: Activation::SiluMul,
             biases: false,
         };
@@ -108,6 +109,12 @@ impl SyntheticBuilder {
     /// One [`Format`] for all projections, or one each for gate, up and down.
     pub fn format(mut self, formats: impl Into<[Format; 3]>) -> Self {
         self.spec.formats = formats.into();
+        self
+    }
+
+    /// The type of scales beside codes, for formats that leave it open; others keep their own. Default: BF16 for groups.
+    pub fn scales(mut self, kind: ScaleType) -> Self {
+        self.spec.scales = [Some(kind); 3];
         self
     }
 
@@ -187,7 +194,8 @@ impl WeightSource for SyntheticSource {
     fn matrix(&self, layer: usize, expert: usize, proj: Proj) -> Result<Matrix> {
         let spec = self.spec(layer, expert, proj)?;
         let (rows, cols) = spec.shape(proj);
-        generate(self.random(layer, expert, proj.index()), spec.format(proj), rows, cols).map_err(|what| {
+        let (random, scales) = (self.random(layer, expert, proj.index()), spec.scales[proj.index()]);
+        generate(random, (spec.format(proj), scales), rows, cols).map_err(|what| {
             let (file, tensor) = self.tensor_name(layer, expert, proj);
             Error::tensor(file, tensor, what)
         })
@@ -404,7 +412,12 @@ fn quantiles<const N: usize>() -> [f32; N] {
 }
 
 /// Random codes and scales of a matrix.
-fn generate(mut random: Random, format: Format, rows: usize, cols: usize) -> Result<Matrix, String> {
+fn generate(
+    mut random: Random,
+    (format, scales): (Format, Option<ScaleType>),
+    rows: usize,
+    cols: usize,
+) -> Result<Matrix, String> {
     let deviation = 1.0 / (cols as f32).sqrt();
     let t = &*TABLES;
     let size = rows.checked_mul(format.row_bytes(cols)?).ok_or("shape overflows")?;
@@ -491,7 +504,7 @@ fn generate(mut random: Random, format: Format, rows: usize, cols: usize) -> Res
     };
     let scales = separate.map(|table| {
         let (r, c) = format.scale_shape(rows, cols).unwrap_or((0, 0));
-        let kind = scale_type(format);
+        let kind = scales.filter(|&kind| format.takes_scales(kind)).unwrap_or(scale_type(format));
         let mut out = Vec::with_capacity(r * c * kind.bytes());
         for _ in 0..r * c {
             let scale = deviation / table.deviation * random.factor();

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use crate::backend::{Backend, Device, ExpertBank, Fit, LoadContext, Streaming};
+use crate::backend::{Backend, Device, ExpertBank, Fit, LoadContext, Replacement, Streaming};
 use crate::cpu::CpuBackend;
 use crate::cpu::portable::Portable;
 use crate::cpu::team::Team;
@@ -270,10 +270,17 @@ impl ExpertBank for Bank {
     }
 
     fn replace(&self, local: u32, expert: u32, from: &dyn WeightSource) -> Result<()> {
-        if self.device.state.fails(Fault::Replace) {
-            return Err(self.device.error(self.layer, "the upload failed"));
-        }
-        self.device.state.uploads.fetch_add(1, Ordering::SeqCst);
-        self.inner.replace(local, expert, from)
+        self.replacement(local, expert, from)?()
+    }
+
+    fn replacement<'a>(&'a self, local: u32, expert: u32, from: &'a dyn WeightSource) -> Result<Replacement<'a>> {
+        let put = self.inner.replacement(local, expert, from)?;
+        Ok(Box::new(move || {
+            if self.device.state.fails(Fault::Replace) {
+                return Err(self.device.error(self.layer, "the upload failed"));
+            }
+            self.device.state.uploads.fetch_add(1, Ordering::SeqCst);
+            put()
+        }))
     }
 }

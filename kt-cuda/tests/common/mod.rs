@@ -91,8 +91,11 @@ pub fn fake_of(name: &str, test: &str) -> Option<Fake> {
 
 impl Fake {
     fn function<F: Copy>(&self, name: &str) -> F {
+        // With its zero, so that nothing is allocated to find it.
+        let mut symbol = [0; 64];
+        symbol[..name.len()].copy_from_slice(name.as_bytes());
         // SAFETY: each use below names the type that the source has.
-        unsafe { *self.library.get::<F>(name).expect(name) }
+        unsafe { *self.library.get::<F>(&symbol[..=name.len()]).expect(name) }
     }
 
     pub fn set(&self, what: &str, value: i64) {
@@ -128,12 +131,20 @@ impl Fake {
         unsafe { self.function::<unsafe extern "C" fn() -> c_long>(what)() }
     }
 
-    /// A function of the driver with up to three arguments, each a pointer or as wide as one.
-    pub fn driver(&self, name: &str, arguments: [*mut c_void; 3]) -> c_int {
-        type Function = unsafe extern "C" fn(*mut c_void, *mut c_void, *mut c_void) -> c_int;
-        let [a, b, c] = arguments;
+    /// A function of the driver with up to four arguments, each a pointer or as wide as one.
+    pub fn driver<const N: usize>(&self, name: &str, arguments: [*mut c_void; N]) -> c_int {
+        type Function = unsafe extern "C" fn(*mut c_void, *mut c_void, *mut c_void, *mut c_void) -> c_int;
+        let [a, b, c, d] = std::array::from_fn(|i| arguments.get(i).copied().unwrap_or(std::ptr::null_mut()));
         // SAFETY: what the test says; arguments that a function does not have are not looked at.
-        unsafe { self.function::<Function>(name)(a, b, c) }
+        unsafe { self.function::<Function>(name)(a, b, c, d) }
+    }
+
+    /// Makes the context of device 0 this thread's.
+    pub fn enter(&self) {
+        let mut context: *mut c_void = std::ptr::null_mut();
+        assert_eq!(self.driver("cuInit", []), 0);
+        assert_eq!(self.driver("cuDevicePrimaryCtxRetain", [(&raw mut context).cast()]), 0);
+        assert_eq!(self.driver("cuCtxPushCurrent_v2", [context]), 0);
     }
 
     /// The backend on device 0, with the PTX that comes with the crate.
@@ -143,5 +154,105 @@ impl Fake {
 
     pub fn builder(&self) -> Builder {
         kt_cuda::builder().driver(&self.path)
+    }
+}
+
+/// Memory of a test, the device's or the host's, that the fake knows. That of its device is the host's, so that it can be looked at.
+pub struct Memory(*mut u8, usize);
+
+impl Memory {
+    /// On the device.
+    pub fn new(fake: &Fake, bytes: usize) -> Self {
+        Self::by(fake, "cuMemAlloc_v2", bytes)
+    }
+
+    /// On the host, pinned.
+    pub fn pinned(fake: &Fake, bytes: usize) -> Self {
+        Self::by(fake, "cuMemAllocHost_v2", bytes)
+    }
+
+    fn by(fake: &Fake, function: &str, bytes: usize) -> Self {
+        let mut at: *mut c_void = std::ptr::null_mut();
+        assert_eq!(fake.driver(function, [(&raw mut at).cast(), std::ptr::without_provenance_mut(bytes)]), 0);
+        Memory(at.cast(), bytes)
+    }
+
+    pub fn address(&self) -> u64 {
+        self.0 as u64
+    }
+
+    pub fn put<T: bytemuck::Pod>(&self, values: &[T]) {
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        assert!(bytes.len() <= self.1);
+        // SAFETY: an allocation of that size.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.0, bytes.len()) }
+    }
+
+    pub fn floats(&self) -> Vec<f32> {
+        // SAFETY: an allocation of that size; any bytes are floats.
+        (0..self.1 / 4).map(|i| unsafe { self.0.cast::<f32>().add(i).read_unaligned() }).collect()
+    }
+
+    /// Copies all of it from other memory, on a stream.
+    pub fn copy(&self, function: &str, from: &Memory, stream: &Stream<'_>) {
+        let bytes = std::ptr::without_provenance_mut(self.1.min(from.1));
+        assert_eq!(stream.fake.driver(function, [self.0.cast(), from.0.cast(), bytes, stream.handle]), 0);
+    }
+}
+
+/// A stream of a test's.
+pub struct Stream<'a> {
+    fake: &'a Fake,
+    pub handle: *mut c_void,
+}
+
+// SAFETY: the driver lets any thread use a stream.
+unsafe impl Sync for Stream<'_> {}
+
+impl<'a> Stream<'a> {
+    pub fn new(fake: &'a Fake) -> Self {
+        let mut handle: *mut c_void = std::ptr::null_mut();
+        assert_eq!(fake.driver("cuStreamCreate", [(&raw mut handle).cast(), std::ptr::null_mut()]), 0);
+        Stream { fake, handle }
+    }
+
+    pub fn wait(&self) {
+        assert_eq!(self.fake.driver("cuStreamSynchronize", [self.handle]), 0);
+    }
+
+    /// What `submit` puts on the stream, as a graph.
+    pub fn capture(&self, submit: impl FnOnce()) -> Graph<'a> {
+        let (mut graph, mut exec): (*mut c_void, *mut c_void) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let fake = self.fake;
+        assert_eq!(fake.driver("cuStreamBeginCapture_v2", [self.handle, std::ptr::null_mut()]), 0);
+        submit();
+        assert_eq!(fake.driver("cuStreamEndCapture", [self.handle, (&raw mut graph).cast()]), 0);
+        assert_eq!(fake.driver("cuGraphInstantiateWithFlags", [(&raw mut exec).cast(), graph]), 0);
+        assert_eq!(fake.driver("cuGraphDestroy", [graph]), 0);
+        Graph { fake, exec }
+    }
+}
+
+impl Drop for Stream<'_> {
+    fn drop(&mut self) {
+        self.fake.driver("cuStreamDestroy_v2", [self.handle]);
+    }
+}
+
+/// A graph of a test's, ready to launch.
+pub struct Graph<'a> {
+    fake: &'a Fake,
+    exec: *mut c_void,
+}
+
+impl Graph<'_> {
+    pub fn launch(&self, stream: &Stream<'_>) {
+        assert_eq!(self.fake.driver("cuGraphLaunch", [self.exec, stream.handle]), 0);
+    }
+}
+
+impl Drop for Graph<'_> {
+    fn drop(&mut self) {
+        self.fake.driver("cuGraphExecDestroy", [self.exec]);
     }
 }

@@ -64,6 +64,7 @@ enum : Result {
   INVALID_CONTEXT = 201,
   INVALID_HANDLE = 400,
   NOT_FOUND = 500,
+  NOT_PERMITTED = 800,
   ILLEGAL_ADDRESS = 700,
   LAUNCH_FAILED = 719,
   CAPTURE_UNSUPPORTED = 900,
@@ -90,6 +91,7 @@ const std::map<std::string, Kernel> KERNELS = {
     FORMAT(int8_zero), FORMAT(int4), FORMAT(int4_zero), FORMAT(q4_k), FORMAT(q6_k),
     {"kt_inputs", kernel<Inputs, kt_inputs>()},
     {"kt_outputs", kernel<Outputs, kt_outputs>()},
+    {"kt_add", kernel<Sum, kt_add>()},
     {"kt_group", kernel<Choices, kt_group>()},
 };
 
@@ -120,6 +122,10 @@ struct State {
   long retained = 0;
 } state;
 thread_local long contexts = 0;
+// Devices' contexts: their addresses tell them apart.
+char primary[16];
+// Whether this thread is in a function that a stream calls on the host: it may not call the driver.
+thread_local bool on_host = false;
 
 struct Entry {
   std::lock_guard<std::recursive_mutex> guard{state.lock};
@@ -127,7 +133,8 @@ struct Entry {
   explicit Entry(const char* name, bool needs_context = true) {
     const long n = ++state.calls[name];
     auto failure = state.failures.find(name);
-    if (state.lost) result = state.lost;
+    if (on_host) state.calls["in a host function"]++, result = NOT_PERMITTED;
+    else if (state.lost) result = state.lost;
     else if (failure != state.failures.end() && n > failure->second.first) result = (Result)failure->second.second;
     else if (needs_context && contexts == 0) result = INVALID_CONTEXT;
   }
@@ -315,9 +322,9 @@ Result cuDeviceGetAttribute(int* v, int which, int) {
   *v = which == 75 ? (int)state.major : which == 76 ? (int)state.minor : which == 36 ? 2619000 : which == 37 ? 5120 : -1;
   return *v < 0 ? INVALID_VALUE : OK;
 }
-Result cuDevicePrimaryCtxRetain(void** context, int) {
+Result cuDevicePrimaryCtxRetain(void** context, int device) {
   ENTER("cuDevicePrimaryCtxRetain", false);
-  return state.retained++, *context = &state, OK;
+  return state.retained++, *context = primary + device, OK;
 }
 Result cuDevicePrimaryCtxRelease_v2(int) {
   ENTER("cuDevicePrimaryCtxRelease_v2", false);
@@ -325,13 +332,13 @@ Result cuDevicePrimaryCtxRelease_v2(int) {
 }
 Result cuCtxPushCurrent_v2(void* context) {
   ENTER("cuCtxPushCurrent_v2", false);
-  if (context != &state || !state.retained) return INVALID_CONTEXT;
+  if (context < primary || context >= primary + sizeof primary || !state.retained) return INVALID_CONTEXT;
   return contexts++, OK;
 }
 Result cuCtxPopCurrent_v2(void** context) {
   Entry entry("cuCtxPopCurrent_v2", false);
   if (!contexts) return INVALID_CONTEXT;
-  return contexts--, *context = &state, OK;
+  return contexts--, *context = primary, OK;
 }
 Result cuMemGetInfo_v2(size_t* free, size_t* total) {
   ENTER("cuMemGetInfo_v2");
@@ -394,6 +401,21 @@ Result cuStreamSynchronize(void* stream) {
   ENTER("cuStreamSynchronize");
   if (stream_of(stream)->capture) return CAPTURE_UNSUPPORTED;
   return run_until(stream_of(stream), ~0ull);
+}
+Result cuCtxSynchronize() {
+  ENTER("cuCtxSynchronize");
+  return capturing() ? CAPTURE_UNSUPPORTED : run_all();
+}
+Result cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
+  ENTER("cuLaunchHostFunc");
+  if (!function) return INVALID_VALUE;
+  return put(stream, [=]() -> Result {
+    state.calls["host function"]++;
+    on_host = true;
+    function(data);
+    on_host = false;
+    return OK;
+  });
 }
 Result cuModuleLoadData(void** module, const void* image) {
   ENTER("cuModuleLoadData");

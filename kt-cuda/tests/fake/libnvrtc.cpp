@@ -34,7 +34,7 @@ int nvrtcCompileProgram(void* program, int n, const char* const* options) {
   }
   p.code = ".target sm_" + arch.substr(arch.find('_') + 1) + "\n";
   if (format == "rows")
-    for (auto name : {"kt_inputs", "kt_outputs", "kt_group"}) p.code += std::string(".entry ") + name + "(\n";
+    for (auto name : {"kt_inputs", "kt_outputs", "kt_add", "kt_group"}) p.code += std::string(".entry ") + name + "(\n";
   else
     for (auto name : {"kt_few_gate_up_", "kt_few_down_", "kt_many_gate_up_", "kt_many_down_"})
       p.code += ".entry " + (name + format) + "(\n";

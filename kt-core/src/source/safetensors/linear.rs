@@ -83,6 +83,17 @@ impl<'a> Linear<'a> {
         Linear { name, format, rows, cols, stored: stored(matrix) }
     }
 
+    /// The type of its scales, if there are any beside its codes.
+    pub fn scale_type(&self, shards: &Shards) -> Option<ScaleType> {
+        match &self.stored {
+            Stored::AsIs(matrix) | Stored::Factor(matrix, ..) | Stored::Packed { matrix, .. } => {
+                matrix.scales().map(|scales| scales.kind())
+            }
+            Stored::Signed { scales, .. } => scale_type(shards, *scales).ok(),
+            Stored::Transposed(t) => scale_type(shards, t.scales()).ok(),
+        }
+    }
+
     /// Whether [`Linear::matrix`] makes a copy of the codes.
     pub fn copies(&self) -> bool {
         matches!(self.stored, Stored::Signed { .. } | Stored::Transposed(_))

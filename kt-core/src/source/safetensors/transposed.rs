@@ -232,6 +232,11 @@ pub fn describe<'a>(
 }
 
 impl Transposed<'_> {
+    /// The tensor of its scales, whose type rows have too.
+    pub fn scales(&self) -> Named<'_> {
+        self.scales
+    }
+
     /// A copy in rows of outputs.
     pub fn matrix(&self, shards: &Shards, format: Format, rows: usize, cols: usize) -> Result<Matrix> {
         let kind = scale_type(shards, self.scales)?;

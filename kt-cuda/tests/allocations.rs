@@ -1,0 +1,110 @@
+//! Launches of a hybrid layer allocate nothing on the host, on any thread, nor on the device: counted by the program's own allocator, so the file holds
+//! one test. What the fake driver takes for itself is not the program's.
+
+#![allow(unsafe_code)] // an allocator that counts, and device pointers
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use common::{Memory, Stream};
+use kt_core::backend::Backend;
+use kt_core::cpu::CpuBackend;
+use kt_core::cpu::portable::Portable;
+use kt_core::placement::{Capacity, PlacementOptions, Policy};
+use kt_core::source::synthetic::SyntheticSource;
+use kt_core::testing::Random;
+use kt_core::{Candidate, Format, LoadOptions, RuntimeBuilder, WeightSource};
+use kt_cuda::{DeviceBatch, Element};
+
+struct Counting;
+
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: the system's allocator, counted.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::SeqCst);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const HIDDEN: usize = 64;
+const EXPERTS: usize = 6;
+const TOP_K: usize = 3;
+const MOST: usize = 7;
+
+#[test]
+fn launches_allocate_nothing() {
+    let Some(fake) = common::fake("allocations") else { return };
+    fake.enter();
+    let gpu = fake.backend();
+    let source = SyntheticSource::builder().hidden(HIDDEN).intermediate(96).experts(EXPERTS).top_k(TOP_K).layers(2);
+    let source: Arc<dyn WeightSource> = Arc::new(source.format(Format::Bf16).seed(7).build().unwrap());
+    let portable = |_| vec![Candidate::new("portable", Ok(CpuBackend::new("portable", Portable)))];
+    let runtime = RuntimeBuilder::new(portable).threads(2).with_backend(gpu.clone()).build().unwrap();
+    let half = gpu.probe(&source.layers()[0]).unwrap().packed_bytes;
+    let devices = vec![("cuda:0".to_string(), Capacity::bytes(half))];
+    let placement = PlacementOptions { devices, policy: Policy::Random(5), ..Default::default() };
+    let experts = runtime.load_shared(&source, LoadOptions { placement, ..Default::default() }).unwrap();
+    assert!(experts.layers().iter().all(|l| l.backends().count() == 2), "host and device in both layers");
+    let calls = [0, 1].map(|i| gpu.prepare(&experts.layers()[i], MOST, TOP_K).unwrap());
+    let [input, middle, output] = [(); 3].map(|()| Memory::new(&fake, MOST * HIDDEN * 4));
+    let [ids, weights] = [(); 2].map(|()| Memory::new(&fake, MOST * TOP_K * 4));
+    let batch = |tokens: usize, from: &Memory, to: &Memory, add: bool| DeviceBatch {
+        tokens,
+        input: from.address(),
+        element: Element::F32,
+        topk_ids: ids.address(),
+        topk_weights: weights.address(),
+        output: to.address(),
+        add,
+    };
+    let stream = Stream::new(&fake);
+    let submit = |tokens: usize| {
+        // SAFETY: memory of these sizes, which lives as long as the fake; calls are one after the other on their stream.
+        unsafe { calls[0].submit_on(stream.handle, &batch(tokens, &input, &middle, false)) }.unwrap();
+        // SAFETY: as above.
+        unsafe { calls[1].submit_on(stream.handle, &batch(tokens, &middle, &output, true)) }.unwrap();
+    };
+    let graphs: Vec<_> = (1..=MOST).map(|n| stream.capture(|| submit(n))).collect();
+    let mut random = Random(3);
+    let (mut numbers, mut chosen, mut shares) = ([0f32; MOST * HIDDEN], [0i32; MOST * TOP_K], [0f32; MOST * TOP_K]);
+    let (host, device) = (ALLOCATIONS.load(Ordering::SeqCst), fake.calls("cuMemAlloc_v2"));
+    let mut counted = [host; 61];
+    for round in 0..60 {
+        numbers.iter_mut().for_each(|v| *v = random.normal());
+        chosen.iter_mut().for_each(|v| *v = random.below(EXPERTS + 1) as i32 - 1);
+        shares.iter_mut().for_each(|v| *v = random.uniform());
+        input.put(&numbers);
+        output.put(&numbers);
+        ids.put(&chosen);
+        weights.put(&shares);
+        let tokens = 1 + round % MOST;
+        match round % 3 {
+            0 => submit(tokens),
+            _ => graphs[tokens - 1].launch(&stream),
+        }
+        stream.wait();
+        calls.iter().for_each(|call| call.check().unwrap());
+        counted[round + 1] = ALLOCATIONS.load(Ordering::SeqCst);
+    }
+    // The first launch and wait may be the first of their threads.
+    assert_eq!(counted[60], counted[1], "allocations on the host, after each of 60 rounds: {counted:?}");
+    assert_eq!(fake.calls("cuMemAlloc_v2"), device);
+    assert!(output.floats().iter().all(|v| v.is_finite()));
+    let before = ALLOCATIONS.load(Ordering::SeqCst);
+    let one = std::hint::black_box(Box::new(numbers));
+    assert_eq!(ALLOCATIONS.load(Ordering::SeqCst), before + 1, "the counter counts, {}", one.len());
+}
