@@ -11,7 +11,7 @@
 //!
 //! | output | layout |
 //! | --- | --- |
-//! | directory | safetensors shards; integers, FP8 per channel and MXFP4 as compressed-tensors has them, FP8 blocks alone as DeepSeek |
+//! | directory | safetensors shards; integers, FP8 per channel, MXFP4, MXFP8 and NVFP4 (which is kept, not made) as compressed-tensors has them, FP8 blocks alone as DeepSeek |
 //! | directory of gpt-oss | as published: MXFP4 blocks and scales, or floats with inputs first; gate's and up's rows in turn |
 //! | `.gguf` file | llama.cpp's names; experts of a layer stacked; the report's summary in the metadata, as `kt.convert` |
 //!
