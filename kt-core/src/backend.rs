@@ -321,8 +321,8 @@ pub trait ExpertBank: Any + Send + Sync {
         Ok(())
     }
 
-    /// [`replace`](ExpertBank::replace) in two parts: reads and packs the expert now, while work goes on, and returns what puts it in its place,
-    /// for when nothing is submitted. Dropped, that changes nothing. By default it does all.
+    /// [`replace`](ExpertBank::replace) in two parts: reads and packs the expert now, while work goes on, and returns what puts it in its
+    /// place, for when nothing is submitted. Dropped, that changes nothing. By default it does all.
     ///
     /// # Errors
     /// As [`replace`](ExpertBank::replace), each part.

@@ -222,8 +222,8 @@ impl Experts {
     /// Takes in what routers chose since the last call, and moves experts that became hot to devices and colder ones back. To be called
     /// between steps; `elapsed` is the time since the last call. Returns what was moved.
     ///
-    /// Experts are read and packed while calls go on. A layer's calls wait while two change places: for the time that one takes to a device. Experts of layers that have
-    /// [prepared](LayerExperts::prepare) calls stay where they are.
+    /// Experts are read and packed while calls go on. A layer's calls wait while two change places: for the time that one takes to a
+    /// device. Experts of layers that have [prepared](LayerExperts::prepare) calls stay where they are.
     ///
     /// # Errors
     /// A bank that cannot take an expert; the experts are then where they were, and live placement has ended, which its report says. Where
@@ -376,8 +376,8 @@ impl LayerExperts {
         self.banks.iter().map(|b| (b.backend.as_str(), b.tier.as_str()))
     }
 
-    /// What holds its experts, in the order in which their outputs are added: as many as [`LayerExperts::backends`]. For interfaces that a backend's banks have
-    /// besides this one.
+    /// What holds its experts, in the order in which their outputs are added: as many as [`LayerExperts::backends`]. For interfaces that
+    /// a backend's banks have besides this one.
     pub fn banks(&self) -> impl Iterator<Item = &dyn ExpertBank> {
         self.banks.iter().map(|b| &*b.experts)
     }

@@ -551,8 +551,8 @@ impl Bank {
 }
 
 impl CudaBank {
-    /// Allocates all that batches of up to `tokens` tokens with `top_k` choices each need, for [`PreparedCall::submit_on`]. Experts that are replaced
-    /// afterwards are not known to it.
+    /// Allocates all that batches of up to `tokens` tokens with `top_k` choices each need, for [`PreparedCall::submit_on`]. Experts that
+    /// are replaced afterwards are not known to it.
     ///
     /// # Errors
     /// No token or no choice; too little memory.

@@ -170,8 +170,9 @@ fn put<T, const N: usize>(to: &mut [T], bytes: &[u8], value: impl Fn([u8; N]) ->
 }
 
 impl CudaBackend {
-    /// Allocates all that batches of up to `tokens` tokens with `top_k` experts each need for a layer whose experts are on this device, in host memory, or
-    /// some here and some there: for [`HybridCall::submit_on`]. While it lives, the layer's experts stay where they are.
+    /// Allocates all that batches of up to `tokens` tokens with `top_k` experts each need for a layer whose experts are on this device,
+    /// in host memory, or some here and some there: for [`HybridCall::submit_on`]. While it lives, the layer's experts stay where they
+    /// are.
     ///
     /// # Errors
     /// More tokens or experts than the layer can do (see [`LayerExperts::prepare`]), experts on another GPU, too little memory.
@@ -245,22 +246,23 @@ impl CudaBackend {
 }
 
 impl HybridCall {
-    /// Puts the layer's work on a stream of the caller's, behind what is there, and returns. The stream may be one that is captured into a graph: what the
-    /// router chose is read when the stream comes to it. Nothing is allocated, neither now nor when the work is done, where the layer's experts are on this
-    /// GPU and in host memory (see [`LayerExperts::prepare`]). Outputs have the bits of [`LayerExperts::forward`].
+    /// Puts the layer's work on a stream of the caller's, behind what is there, and returns. The stream may be one that is captured into
+    /// a graph: what the router chose is read when the stream comes to it. Nothing is allocated, neither now nor when the work is done,
+    /// where the layer's experts are on this GPU and in host memory (see [`LayerExperts::prepare`]). Outputs have the bits of
+    /// [`LayerExperts::forward`].
     ///
     /// Where all of the layer's experts are on the GPU the host has no part in it, and statistics and heat maps do not see the call.
     ///
     /// What fails on the host, [`HybridCall::check`] tells; the outputs of such a call are NaN.
     ///
     /// # Errors
-    /// What failed on the host since the last check (nothing was put on the stream then); more tokens than were prepared for, or none; what the
-    /// driver says: nothing is known of the outputs then.
+    /// What failed on the host since the last check (nothing was put on the stream then); more tokens than were prepared for, or none;
+    /// what the driver says: nothing is known of the outputs then.
     ///
     /// # Safety
     /// - `stream` is a `CUstream` of the device's primary context, or null;
-    /// - the batch's addresses are of this device's memory, of the sizes and alignments that their types say, and so they stay until the stream (or
-    ///   each launch of the graph) is past this work;
+    /// - the batch's addresses are of this device's memory, of the sizes and alignments that their types say, and so they stay until the
+    ///   stream (or each launch of the graph) is past this work;
     /// - calls of this value are one after the other, in the order of a stream or of a graph: they share its memory;
     /// - a graph that was captured is not launched any more when this value is dropped, which is not done while a stream is being captured.
     #[allow(unsafe_code)] // device pointers are the caller's
@@ -330,8 +332,8 @@ impl HybridCall {
         }
     }
 
-    /// Whether something failed on the host since this was asked last, which is told once: by this or by [`HybridCall::submit_on`]. To be asked when the stream
-    /// is past the calls in question.
+    /// Whether something failed on the host since this was asked last, which is told once: by this or by [`HybridCall::submit_on`]. To be
+    /// asked when the stream is past the calls in question.
     ///
     /// # Errors
     /// The first failure: a bank's, by name, its panics too; an expert that there is not.

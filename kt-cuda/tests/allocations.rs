@@ -1,5 +1,5 @@
-//! Launches of a hybrid layer allocate nothing on the host, on any thread, nor on the device: counted by the program's own allocator, so the file holds
-//! one test. What the fake driver takes for itself is not the program's.
+//! Launches of a hybrid layer allocate nothing on the host, on any thread, nor on the device: counted by the program's own allocator, so
+//! the file holds one test. What the fake driver takes for itself is not the program's.
 
 #![allow(unsafe_code)] // an allocator that counts, and device pointers
 

@@ -361,7 +361,14 @@ impl Dispatcher {
     fn start(&mut self) -> bool {
         if !self.started {
             let queue = self.queue.clone();
-            self.started = thread::Builder::new().name("kt-submit".into()).spawn(move || queue.work()).is_ok();
+            let (begun, begins) = std::sync::mpsc::channel::<()>();
+            let work = move || {
+                drop(begun);
+                queue.work();
+            };
+            self.started = thread::Builder::new().name("kt-submit".into()).spawn(work).is_ok();
+            // A thread that begins allocates; what is handed to it later shall not.
+            let _ = begins.recv();
         }
         self.started
     }

@@ -1,5 +1,5 @@
-//! Calls of one layer whose memory is all there before they begin, which are started by one thread and waited for by another: for callers that
-//! run some of the layer's experts themselves meanwhile, as a stream of a device does.
+//! Calls of one layer whose memory is all there before they begin, which are started by one thread and waited for by another: for callers
+//! that run some of the layer's experts themselves meanwhile, as a stream of a device does.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,8 +15,8 @@ use crate::work::{Hidden, Spent, Work};
 
 /// A layer ready for batches of up to so many tokens, one at a time: see [`LayerExperts::prepare`].
 ///
-/// While it lives the layer's experts stay where they are: [`Experts::rebalance`](crate::Experts::rebalance) leaves them alone. Dropping it while a call is
-/// under way is sound: the call has its own memory, and ends by itself.
+/// While it lives the layer's experts stay where they are: [`Experts::rebalance`](crate::Experts::rebalance) leaves them alone. Dropping
+/// it while a call is under way is sound: the call has its own memory, and ends by itself.
 pub struct Prepared {
     shared: Arc<Shared>,
 }
@@ -99,12 +99,12 @@ impl Call {
 }
 
 impl LayerExperts {
-    /// Allocates all that calls of up to `tokens` tokens with `top_k` experts each need in host memory. `elsewhere` is the bank whose experts the caller runs
-    /// itself (an index of [`LayerExperts::banks`]): what the router chose there is counted, and not computed.
+    /// Allocates all that calls of up to `tokens` tokens with `top_k` experts each need in host memory. `elsewhere` is the bank whose
+    /// experts the caller runs itself (an index of [`LayerExperts::banks`]): what the router chose there is counted, and not computed.
     ///
-    /// Outputs have the bits of [`LayerExperts::forward`]; experts are not streamed, and none are deferred. A call allocates nothing where its one bank does
-    /// not ([`ExpertBank::reserve`](crate::ExpertBank::reserve)): those in host memory do not, with threads of the team's own; those on devices and of plugins
-    /// do, and so do calls after one that failed, and those of which a trace is recorded.
+    /// Outputs have the bits of [`LayerExperts::forward`]; experts are not streamed, and none are deferred. A call allocates nothing
+    /// where its one bank does not ([`ExpertBank::reserve`](crate::ExpertBank::reserve)): those in host memory do not, with threads of
+    /// the team's own; those on devices and of plugins do, and so do calls after one that failed, and those of which a trace is recorded.
     ///
     /// # Errors
     /// No token or no choice, more tokens than the runtime computes at once
@@ -113,8 +113,8 @@ impl LayerExperts {
         let banks = self.banks.len();
         if tokens == 0 || top_k == 0 || tokens > self.pass_tokens || top_k > self.spec.experts {
             return Err(Error::Invalid(format!(
-                "calls of {tokens} tokens with {top_k} experts each cannot be prepared for layer {}; 1 to {} tokens (the runtime's pass_tokens) with 1 to \
-                 {} experts can",
+                "calls of {tokens} tokens with {top_k} experts each cannot be prepared for layer {}; 1 to {} tokens (the runtime's \
+                 pass_tokens) with 1 to {} experts can",
                 self.spec.index, self.pass_tokens, self.spec.experts
             )));
         }
@@ -213,7 +213,8 @@ impl Prepared {
         Ok(())
     }
 
-    /// Waits for the call that was started, from any thread, and gives what the banks gave to `read`. A call that nobody has begun runs here.
+    /// Waits for the call that was started, from any thread, and gives what the banks gave to `read`. A call that nobody has begun runs
+    /// here.
     ///
     /// # Errors
     /// An id out of range, or a bank that failed or panicked, by name. Nothing was started.
