@@ -255,7 +255,8 @@ pub struct Layer {
     pub hidden: usize,
     /// Width of an expert's intermediate state.
     pub intermediate: usize,
-    /// Names of the formats of gate, up and down.
+    /// Names of the formats of gate, up and down; for plugins since 1.1, where the type of the scales is known, followed by `@` and its name
+    /// ([`Matrix::scale_type`]).
     pub formats: [Text; 3],
     /// Name of the activation.
     pub activation: Text,

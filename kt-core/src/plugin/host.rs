@@ -403,6 +403,10 @@ impl Plugin {
         Unsupported::new(format!("{} is a plugin for ABI {major}.{minor}, which knows nothing of {what}", self.name))
     }
 
+    fn format_names(&self, layer: &LayerSpec) -> [String; 3] {
+        wire::format_names(layer, self.version.1 >= 1)
+    }
+
     fn error(&self, layer: usize, what: String) -> Error {
         Error::Backend { backend: self.name.clone(), layer, what }
     }
@@ -538,7 +542,7 @@ impl Backend for PluginBackend {
     }
 
     fn probe(&self, layer: &LayerSpec) -> Result<Fit, Unsupported> {
-        let names = wire::format_names(layer);
+        let names = self.0.plugin.format_names(layer);
         let stored = layer.expert_bytes().saturating_mul(layer.experts as u64);
         self.fit(layer.index, stored, |fit, message| {
             // SAFETY: all pointers are to locals.
@@ -556,7 +560,7 @@ impl Backend for PluginBackend {
         let plugin = &self.0.plugin;
         let announced = self.probe(layer)?.packed_bytes;
         let load = HostLoad::new(Some(context), Some(Wanted { layer, experts, from }));
-        let names = wire::format_names(layer);
+        let names = self.0.plugin.format_names(layer);
         let mut packed = abi::Packed { handle: std::ptr::null_mut(), bytes: 0 };
         // One that lacks it loads experts that stay.
         let entry = plugin.table.load_replaceable.filter(|_| context.replaceable).unwrap_or(plugin.table.load);
@@ -594,7 +598,7 @@ impl Backend for PluginBackend {
     fn probe_stream(&self, layer: &LayerSpec) -> Result<Streaming, Unsupported> {
         let plugin = &self.0.plugin;
         let ask = plugin.table.probe_stream.ok_or_else(|| plugin.lacks("streaming"))?;
-        let names = wire::format_names(layer);
+        let names = self.0.plugin.format_names(layer);
         let mut streaming = abi::Streaming { device_bytes: u64::MAX, host_bytes: u64::MAX };
         plugin
             .call(layer.index, |message| {
@@ -615,7 +619,7 @@ impl Backend for PluginBackend {
             let plugin = &backend.plugin;
             let experts: Vec<u32> = (0..layer.experts as u32).collect();
             let load = HostLoad::new(None, Some(Wanted { layer: &layer, experts: &experts, from: &*from }));
-            let names = wire::format_names(&layer);
+            let names = plugin.format_names(&layer);
             let mut spent = abi::Spent { kernels: 0, waiting: 0 };
             let result = with_work(plugin, layer.index, &mut work, &mut spent, |work, message| {
                 let (load, layer) = ((&raw const load).cast(), wire::layer(&layer, &names));

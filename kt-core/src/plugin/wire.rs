@@ -39,9 +39,12 @@ fn activation_of(name: &str, [a, b]: [f32; 2]) -> Result<Activation, Unsupported
     }
 }
 
-/// The names of a layer's formats, which its description borrows.
-pub fn format_names(layer: &LayerSpec) -> [String; 3] {
-    layer.formats.map(|f| f.to_string())
+/// The names of a layer's formats, which its description borrows; with the types of scales for whom takes them (since 1.1).
+pub fn format_names(layer: &LayerSpec, with_scales: bool) -> [String; 3] {
+    [0, 1, 2].map(|i| match layer.scales[i].filter(|_| with_scales) {
+        Some(kind) => format!("{}@{}", layer.formats[i], scale_type(kind)),
+        None => layer.formats[i].to_string(),
+    })
 }
 
 pub fn layer(spec: &LayerSpec, names: &[String; 3]) -> abi::Layer {
@@ -62,10 +65,13 @@ pub fn layer(spec: &LayerSpec, names: &[String; 3]) -> abi::Layer {
 /// # Safety
 /// - The texts of `layer` are readable.
 pub unsafe fn layer_of(layer: &abi::Layer) -> Result<LayerSpec, Unsupported> {
-    let mut formats = [Format::F32; 3];
-    for (format, name) in formats.iter_mut().zip(layer.formats) {
+    let (mut formats, mut scales) = ([Format::F32; 3], [None; 3]);
+    for (i, name) in layer.formats.into_iter().enumerate() {
         // SAFETY: promised by the caller.
-        *format = unsafe { text(name) }?.parse()?;
+        let name = unsafe { text(name) }?;
+        let (format, kind) = name.split_once('@').map_or((name, None), |(format, kind)| (format, Some(kind)));
+        formats[i] = format.parse()?;
+        scales[i] = kind.map(scale_type_of).transpose()?;
     }
     Ok(LayerSpec {
         index: layer.index,
@@ -74,7 +80,7 @@ pub unsafe fn layer_of(layer: &abi::Layer) -> Result<LayerSpec, Unsupported> {
         hidden: layer.hidden,
         intermediate: layer.intermediate,
         formats,
-        scales: [None; 3],
+        scales,
         // SAFETY: promised by the caller.
         activation: activation_of(unsafe { text(layer.activation) }?, layer.numbers)?,
         biases: layer.biases,
@@ -270,4 +276,34 @@ pub unsafe fn answer(message: *mut abi::Message, f: impl FnOnce() -> Result<(), 
         message.set(&words);
     }
     code
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_come_back_with_the_types_of_their_scales() {
+        let layer = LayerSpec {
+            index: 3,
+            experts: 9,
+            top_k: 2,
+            hidden: 96,
+            intermediate: 64,
+            formats: [Format::Int4(crate::format::Group::Of(32)), Format::Bf16, Format::Fp8Channel],
+            scales: [Some(ScaleType::F32), None, Some(ScaleType::Bf16)],
+            activation: Activation::GptOss { alpha: 1.5, limit: 7.0 },
+            biases: true,
+        };
+        for (with_scales, scales) in [(true, layer.scales), (false, [None; 3])] {
+            let names = format_names(&layer, with_scales);
+            // SAFETY: the texts are of `names`, which live.
+            let back = unsafe { layer_of(&super::layer(&layer, &names)) }.unwrap();
+            assert_eq!(back, LayerSpec { scales, ..layer.clone() });
+        }
+        let names = ["INT4-g32@E5M2", "BF16", "BF16"].map(String::from);
+        // SAFETY: as above.
+        let why = unsafe { layer_of(&super::layer(&layer, &names)) }.unwrap_err().0;
+        assert!(why.contains("E5M2"), "{why}");
+    }
 }
