@@ -1,87 +1,24 @@
 //! Prepared calls allocate nothing, on any thread: counted by the program's own allocator, so the file holds one test.
 
-#![allow(unsafe_code)] // an allocator that counts
-
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kt_core::cpu::CpuBackend;
 use kt_core::cpu::portable::Portable;
 use kt_core::cpu::team::Team;
 use kt_core::source::synthetic::SyntheticSource;
-use kt_core::testing::Random;
-use kt_core::{Candidate, Format, LoadOptions, RuntimeBuilder, WeightSource};
-
-struct Counting;
-
-static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: the system's allocator, counted.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::SeqCst);
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
+use kt_core::testing::{Counting, prepared_calls_allocate_nothing};
+use kt_core::{Candidate, Format, RuntimeBuilder, WeightSource};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: Counting = Counting::NEW;
 
 #[test]
-fn prepared_calls_allocate_nothing() {
-    const MOST: usize = 40;
-    const TOP_K: usize = 4;
-    let (hidden, experts) = (160, 12);
-    for format in [Format::Bf16, Format::Q4K] {
-        let hidden = if format == Format::Q4K { 256 } else { hidden };
-        let source =
-            SyntheticSource::builder().hidden(hidden).intermediate(256).experts(experts).top_k(TOP_K).layers(2);
+fn prepared_calls_of_the_portable_kernel() {
+    for (format, hidden) in [(Format::Bf16, 160), (Format::Q4K, 256)] {
+        let source = SyntheticSource::builder().hidden(hidden).intermediate(256).experts(12).top_k(4).layers(2);
         let source: Arc<dyn WeightSource> = Arc::new(source.format(format).seed(7).build().unwrap());
         let portable = |_| vec![Candidate::new("portable", Ok(CpuBackend::new("portable", Portable)))];
         let runtime = RuntimeBuilder::new(portable).team(Team::oversubscribed(3).unwrap()).build().unwrap();
-        let loaded = runtime.load_shared(&source, LoadOptions::default()).unwrap();
-        let calls = [0, 1].map(|i| loaded.layers()[i].prepare(MOST, TOP_K, None).unwrap());
-        let mut random = Random(5);
-        let mut read = 0;
-        // The first two calls may meet threads that have just begun.
-        let mut before = ALLOCATIONS.load(Ordering::SeqCst);
-        for round in 0..60 {
-            let tokens = [1, MOST, 2, 7, 33][round % 5];
-            for call in &calls {
-                call.start(tokens, |input, ids, weights| {
-                    input.iter_mut().for_each(|v| *v = random.normal());
-                    weights.iter_mut().for_each(|v| *v = random.uniform());
-                    // All tokens on the same experts, each on others, and with holes.
-                    for (i, id) in ids.iter_mut().enumerate() {
-                        *id = match round % 4 {
-                            0 => i % TOP_K,
-                            1 => i % experts,
-                            2 => (i % TOP_K + i / TOP_K * 5) % experts,
-                            _ => (i % TOP_K * 3 + random.below(3)) % experts,
-                        } as i32;
-                        if round % 7 == 3 && random.below(3) == 0 {
-                            *id = -1;
-                        }
-                    }
-                })
-                .unwrap();
-                read += call.wait(|sums| sums.before.iter().filter(|v| **v != 0.0).count()).unwrap();
-            }
-            if round == 0 {
-                before = ALLOCATIONS.load(Ordering::SeqCst);
-            }
-        }
-        assert_eq!(ALLOCATIONS.load(Ordering::SeqCst) - before, 0, "allocations in 59 rounds, {format}");
-        assert!(read > 0);
-        // The counter counts.
-        let one = std::hint::black_box(Box::new(read));
-        assert_eq!(ALLOCATIONS.load(Ordering::SeqCst) - before, 1, "{one}");
+        prepared_calls_allocate_nothing(&ALLOCATOR, &runtime, &source, &format.to_string());
     }
 }

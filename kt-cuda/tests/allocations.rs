@@ -1,13 +1,11 @@
 //! Launches of a hybrid layer allocate nothing on the host, on any thread, nor on the device: counted by the program's own allocator, so
 //! the file holds one test. What the fake driver takes for itself is not the program's.
 
-#![allow(unsafe_code)] // an allocator that counts, and device pointers
+#![allow(unsafe_code)] // device pointers
 
 mod common;
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{Memory, Stream};
 use kt_core::backend::Backend;
@@ -15,30 +13,12 @@ use kt_core::cpu::CpuBackend;
 use kt_core::cpu::portable::Portable;
 use kt_core::placement::{Capacity, PlacementOptions, Policy};
 use kt_core::source::synthetic::SyntheticSource;
-use kt_core::testing::Random;
+use kt_core::testing::{Counting, Random};
 use kt_core::{Candidate, Format, LoadOptions, RuntimeBuilder, WeightSource};
 use kt_cuda::{DeviceBatch, Element};
 
-struct Counting;
-
-static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: the system's allocator, counted.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::SeqCst);
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: Counting = Counting::NEW;
 
 const HIDDEN: usize = 64;
 const EXPERTS: usize = 6;
@@ -81,9 +61,9 @@ fn launches_allocate_nothing() {
     let graphs: Vec<_> = (1..=MOST).map(|n| stream.capture(|| submit(n))).collect();
     let mut random = Random(3);
     let (mut numbers, mut chosen, mut shares) = ([0f32; MOST * HIDDEN], [0i32; MOST * TOP_K], [0f32; MOST * TOP_K]);
-    let (host, device) = (ALLOCATIONS.load(Ordering::SeqCst), fake.calls("cuMemAlloc_v2"));
-    let mut counted = [host; 61];
-    for round in 0..60 {
+    let (host, device) = (ALLOCATOR.allocations(), fake.calls("cuMemAlloc_v2"));
+    let mut counted = [host; 25];
+    for round in 0..24 {
         numbers.iter_mut().for_each(|v| *v = random.normal());
         chosen.iter_mut().for_each(|v| *v = random.below(EXPERTS + 1) as i32 - 1);
         shares.iter_mut().for_each(|v| *v = random.uniform());
@@ -98,13 +78,13 @@ fn launches_allocate_nothing() {
         }
         stream.wait();
         calls.iter().for_each(|call| call.check().unwrap());
-        counted[round + 1] = ALLOCATIONS.load(Ordering::SeqCst);
+        counted[round + 1] = ALLOCATOR.allocations();
     }
     // The first launch and wait may be the first of their threads.
-    assert_eq!(counted[60], counted[1], "allocations on the host, after each of 60 rounds: {counted:?}");
+    assert_eq!(counted[24], counted[1], "allocations on the host, after each of 24 rounds: {counted:?}");
     assert_eq!(fake.calls("cuMemAlloc_v2"), device);
     assert!(output.floats().iter().all(|v| v.is_finite()));
-    let before = ALLOCATIONS.load(Ordering::SeqCst);
+    let before = ALLOCATOR.allocations();
     let one = std::hint::black_box(Box::new(numbers));
-    assert_eq!(ALLOCATIONS.load(Ordering::SeqCst), before + 1, "the counter counts, {}", one.len());
+    assert_eq!(ALLOCATOR.allocations(), before + 1, "the counter counts, {}", one.len());
 }

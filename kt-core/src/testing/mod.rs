@@ -10,6 +10,7 @@
 //! Two environment variables switch tests only: `KT_ISA=avx512` caps the tier, `KT_REQUIRE=avx512bf16,amx` turns a tier
 //! that would be skipped into a failure.
 
+mod allocations;
 mod device;
 mod naive;
 
@@ -28,6 +29,7 @@ use crate::source::WeightSource;
 use crate::source::synthetic::{SyntheticBuilder, SyntheticSource};
 use crate::work::{Hidden, Spent, Work};
 
+pub use allocations::{Counting, prepared_calls_allocate_nothing};
 pub use device::{Fault, TestDevice};
 pub use naive::Naive;
 
