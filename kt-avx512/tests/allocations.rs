@@ -11,7 +11,7 @@ use kt_core::testing::{Counting, prepared_calls_allocate_nothing};
 use kt_core::{Backend, Format, Group, RuntimeBuilder, WeightSource};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting::NEW;
+static ALLOCATOR: Counting = Counting::new();
 
 #[test]
 fn prepared_calls_of_all_tiers() {

@@ -10,7 +10,7 @@ use kt_core::testing::{Counting, prepared_calls_allocate_nothing};
 use kt_core::{Candidate, Format, RuntimeBuilder, WeightSource};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting::NEW;
+static ALLOCATOR: Counting = Counting::new();
 
 #[test]
 fn prepared_calls_of_the_portable_kernel() {

@@ -18,7 +18,7 @@ use kt_core::{Candidate, Format, LoadOptions, RuntimeBuilder, WeightSource};
 use kt_cuda::{DeviceBatch, Element};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting::NEW;
+static ALLOCATOR: Counting = Counting::new();
 
 const HIDDEN: usize = 64;
 const EXPERTS: usize = 6;

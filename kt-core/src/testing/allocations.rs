@@ -10,15 +10,18 @@ use super::Random;
 use crate::runtime::{LoadOptions, Runtime};
 use crate::source::WeightSource;
 
-/// The system's allocator, counted. A test program with `#[global_allocator] static ALLOCATOR: Counting = Counting::NEW;` holds one test: those
+/// The system's allocator, counted. A test program with `#[global_allocator] static ALLOCATOR: Counting = Counting::new();` holds one test: those
 /// beside it would be counted, too.
+#[derive(Debug, Default)]
 pub struct Counting {
     allocations: AtomicUsize,
 }
 
 impl Counting {
     /// None so far.
-    pub const NEW: Counting = Counting { allocations: AtomicUsize::new(0) };
+    pub const fn new() -> Self {
+        Counting { allocations: AtomicUsize::new(0) }
+    }
 
     /// Allocations of the program so far, on all threads.
     pub fn allocations(&self) -> usize {
