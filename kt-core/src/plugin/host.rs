@@ -614,7 +614,7 @@ impl Backend for PluginBackend {
         let Some(stream) = self.0.plugin.table.stream else {
             return Pending::ready(Err(self.0.plugin.lacks("streaming").into()));
         };
-        let (backend, layer, from) = (self.0.clone(), layer.clone(), from.clone());
+        let (backend, layer, from, index) = (self.0.clone(), layer.clone(), from.clone(), layer.index);
         let run = move || {
             let plugin = &backend.plugin;
             let experts: Vec<u32> = (0..layer.experts as u32).collect();
@@ -634,10 +634,10 @@ impl Backend for PluginBackend {
         let name = self.0.plugin.name.clone();
         match std::thread::Builder::new().name(format!("{name} stream")).spawn(run) {
             Ok(thread) => Pending::new(move || {
-                let ended = |_| Error::Backend { backend: name, layer: 0, what: "its thread panicked".into() };
+                let ended = |_| Error::Backend { backend: name, layer: index, what: "its thread panicked".into() };
                 thread.join().unwrap_or_else(|payload| Err(ended(payload)))
             }),
-            Err(error) => Pending::ready(Err(self.0.plugin.error(0, format!("no thread to stream on: {error}")))),
+            Err(error) => Pending::ready(Err(self.0.plugin.error(index, format!("no thread to stream on: {error}")))),
         }
     }
 
