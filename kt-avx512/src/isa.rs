@@ -169,6 +169,10 @@ pub unsafe trait Isa: Copy {
     fn mul(self, a: Self::Flt, b: Self::Flt) -> Self::Flt;
     /// `a * b + c`, rounded once.
     fn mul_add(self, a: Self::Flt, b: Self::Flt, c: Self::Flt) -> Self::Flt;
+    /// Powers of two, as [`Isa::times_power`] wants them.
+    fn power(self, v: Self::Flt) -> Self::Flt;
+    /// `v` times powers of two: what [`Isa::mul`] gives, but beside products where it can be.
+    fn times_power(self, v: Self::Flt, power: Self::Flt) -> Self::Flt;
     /// 16 times a number.
     fn splat_f32(self, v: f32) -> Self::Flt;
     /// `a + b` of dwords.

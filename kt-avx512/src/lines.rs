@@ -28,6 +28,8 @@ pub trait Lines: Copy {
 pub trait Codes: Lines {
     /// Columns over which the sums of [`Isa::dot_narrow`] fit; 0 for codes that need [`Isa::dot_wide`].
     const SPAN: usize;
+    /// Whether unpacking goes on beside products.
+    const QUICK: bool = false;
     /// The same operands, each in a line of its own.
     type Unpacked: Codes;
 }
@@ -105,6 +107,7 @@ impl Lines for Nibbles {
 
 impl Codes for Nibbles {
     const SPAN: usize = 32;
+    const QUICK: bool = true;
     type Unpacked = Bytes<32>;
 }
 
@@ -232,6 +235,8 @@ pub trait Scale: Copy {
     const ZEROS: bool = false;
     /// Whether a group has a number that is added to its scaled codes. Inputs then bring the scaled sums of their codes.
     const MINIMA: bool = false;
+    /// Whether all scales are powers of two.
+    const POWERS: bool = false;
     /// The scales of a group, from its record and the one above it.
     ///
     /// # Safety
@@ -296,6 +301,7 @@ pub(crate) struct E8m0Scale;
 impl Scale for E8m0Scale {
     const RECORD: usize = PANEL;
     const OUTPUTS: bool = true;
+    const POWERS: bool = true;
     #[inline(always)]
     unsafe fn load<I: Isa>(isa: I, record: *const u8, _: *const u8) -> I::Flt {
         // SAFETY: readable by the caller's promise.

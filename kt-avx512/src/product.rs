@@ -24,6 +24,11 @@ use crate::tiled::{self, SUMS_SIZE, Spans, TILE_ROWS};
 
 /// Bytes of lines that tiles of rows pass over: most of a first-level cache of 48 KiB, all of one of 32.
 const CACHED: usize = 32 << 10;
+/// X
+pub fn cached_bytes() -> usize {
+    static C: std::sync::OnceLock<usize> = std::sync::OnceLock::new();
+    *C.get_or_init(|| std::env::var("CACHED").ok().and_then(|v| v.parse().ok()).unwrap_or(CACHED))
+}
 /// The same where few rows pass over them: there is more to do with each line before it is written than after.
 const FEW: usize = 8 << 10;
 
@@ -38,6 +43,8 @@ pub trait Path<I: Isa> {
     /// Whether rows that are few stream. Integer products that do so have the same bits without a tile unit, so that code which has one
     /// leaves them out.
     const STREAMS: bool;
+    /// Whether many rows pass over lines that were unpacked for them.
+    const UNPACKED: bool;
     /// Runs a tile of `r` rows x `p` panels on lines as stored.
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>);
     /// Runs a tile of `r` rows x `p` panels on unpacked lines.
@@ -105,6 +112,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const ROWS: usize = if I::TILES { 2 * TILE_ROWS } else { 6 };
     const LIGHT: bool = L::OPERANDS == 1 && S::RECORD == 0;
     const STREAMS: bool = !I::TILES;
+    const UNPACKED: bool = L::OPERANDS > 1 && !(L::QUICK && I::LARGE && !I::TILES);
 
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
         stream_shapes!(I::LARGE, r, p, isa.run(IntTile::<L, S, XG, WG, true, R, P> { tile, kind: PhantomData }))
@@ -121,7 +129,11 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
                 r,
                 p,
                 [4 x 2, 5 x 2, 6 x 2, 4 x 1, 5 x 1, 6 x 1],
-                isa.run(IntTile::<L::Unpacked, S, XG, WG, false, R, P> { tile, kind: PhantomData })
+                if L::QUICK {
+                    isa.run(IntTile::<L, S, XG, WG, false, R, P> { tile, kind: PhantomData })
+                } else {
+                    isa.run(IntTile::<L::Unpacked, S, XG, WG, false, R, P> { tile, kind: PhantomData })
+                }
             )
         } else {
             shapes!(
@@ -148,6 +160,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     };
     const LIGHT: bool = L::OPERANDS == 1;
     const STREAMS: bool = true;
+    const UNPACKED: bool = L::OPERANDS > 1;
 
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
         stream_shapes!(I::LARGE, r, p, isa.run(FloatTile::<L, SCALED, true, R, P> { tile, kind: PhantomData }))
@@ -316,11 +329,11 @@ impl Product<'_> {
             return;
         }
 
-        let unpack = K::Lines::OPERANDS > 1;
+        let unpack = K::UNPACKED;
         let most_panels = if I::LARGE { 2 } else { 1 };
         let operand_block =
-            if unpack { layout.planes[0] / K::Lines::PLANES[0] * K::Lines::OPERANDS * LINE } else { layout.planes[0] };
-        let most_blocks = (CACHED / (most_panels * operand_block)).clamp(1, layout.blocks);
+            if unpack { layout.planes[0] / K::Lines::PLANES[0] * K::Lines::OPERANDS * LINE } else { layout.planes[0] + layout.planes[1] };
+        let most_blocks = (cached_bytes() / (most_panels * operand_block)).clamp(1, layout.blocks);
         let unpacked_stride = most_blocks * operand_block;
         let sums = if I::TILES { SUMS_SIZE } else { 0 };
         let buffer = self.scratch.panel.get(sums + if unpack { most_panels * unpacked_stride } else { 0 });

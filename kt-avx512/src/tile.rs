@@ -210,6 +210,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     fn go<I: Isa>(self, isa: I) {
         let t = self.tile;
         const { assert!(WG.is_multiple_of(XG) && (!S::MINIMA || WG == XG) && !(S::MINIMA && S::ZEROS)) };
+        const { assert!(!S::POWERS || WG == XG && !S::MINIMA) };
         // Columns of a sum before it is added to the total.
         let columns = if WG == 0 { XG } else { WG };
         let sums_at = BLOCK + BLOCK / XG * 4;
@@ -350,6 +351,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                             let sum = isa.to_f32(sums[p]);
                             if WG == 0 {
                                 total[r][p] = isa.mul_add(sum, x_scale, total[r][p]);
+                            } else if S::POWERS {
+                                // Scaled below, exactly, so that these can be added to the total as they are.
+                                part[r][p] = sum;
                             } else {
                                 let first = g == 0;
                                 let part = &mut part[r][p];
@@ -379,7 +383,22 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                         left = t.group;
                         record = record.wrapping_add(S::RECORD);
                     }
+                    // With few rows, a multiplication each is less than what it takes to do without.
+                    let by_power = S::POWERS && R > 2;
+                    if by_power {
+                        w_scale = w_scale.map(|scale| isa.power(scale));
+                    }
                     for (r, (total, part)) in total.iter_mut().zip(&part).enumerate() {
+                        if S::POWERS {
+                            // SAFETY: a scale of row `r`, in bounds as said above.
+                            let x_scale = unsafe { isa.load_f32(x.add(r * input_bytes + BLOCK + c * 4)) };
+                            for p in 0..P {
+                                let (part, scale) = (part[p], w_scale[p]);
+                                let part = if by_power { isa.times_power(part, scale) } else { isa.mul(part, scale) };
+                                total[p] = isa.mul_add(part, x_scale, total[p]);
+                            }
+                            continue;
+                        }
                         for p in 0..P {
                             total[p] = isa.mul_add(part[p], w_scale[p], total[p]);
                         }

@@ -118,6 +118,7 @@ pub struct HalfPower;
 impl Scale for HalfPower {
     const RECORD: usize = PANEL;
     const OUTPUTS: bool = false;
+    const POWERS: bool = true;
     #[inline(always)]
     unsafe fn load<I: Isa>(isa: I, record: *const u8, _: *const u8) -> I::Flt {
         // SAFETY: readable by the caller's promise.

@@ -257,6 +257,8 @@ macro_rules! common {
             fn to_f32(self, v: Int) -> Flt { halves!(_mm256_cvtepi32_ps(v)) }
             fn mul(self, a: Flt, b: Flt) -> Flt { halves!(_mm256_mul_ps(a, b)) }
             fn mul_add(self, a: Flt, b: Flt, c: Flt) -> Flt { halves!(_mm256_fmadd_ps(a, b, c)) }
+            fn power(self, v: Flt) -> Flt { v }
+            fn times_power(self, v: Flt, power: Flt) -> Flt { self.mul(v, power) }
             fn splat_f32(self, v: f32) -> Flt { [_mm256_set1_ps(v); 2] }
             fn add(self, a: Int, b: Int) -> Int { halves!(_mm256_add_epi32(a, b)) }
             fn max(self, a: Int, b: Int) -> Int { halves!(_mm256_max_epu32(a, b)) }

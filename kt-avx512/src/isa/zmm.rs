@@ -181,6 +181,9 @@ macro_rules! common {
             fn to_f32(self, v: __m512i) -> __m512 { _mm512_cvtepi32_ps(v) }
             fn mul(self, a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
             fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
+            // By the exponent: that goes on the adders, the multipliers are left to products.
+            fn power(self, v: __m512) -> __m512 { _mm512_getexp_ps(v) }
+            fn times_power(self, v: __m512, power: __m512) -> __m512 { _mm512_scalef_ps(v, power) }
             fn splat_f32(self, v: f32) -> __m512 { _mm512_set1_ps(v) }
             fn add(self, a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) }
             fn max(self, a: __m512i, b: __m512i) -> __m512i { _mm512_max_epu32(a, b) }
