@@ -287,20 +287,6 @@ pub(crate) const fn stream_rows(large: bool) -> usize {
     if large { 8 } else { 6 }
 }
 
-/// Hints that the line at `p` will be read soon, and once; any address will do.
-#[inline(always)]
-pub(crate) fn prefetch_once(p: *const u8) {
-    // SAFETY: prefetching faults at no address, and SSE is part of x86-64.
-    unsafe { _mm_prefetch::<_MM_HINT_NTA>(p.cast()) }
-}
-
-/// Hints that the line at `p` will be read later, from the second level; any address will do.
-#[inline(always)]
-pub(crate) fn prefetch_later(p: *const u8) {
-    // SAFETY: prefetching faults at no address, and SSE is part of x86-64.
-    unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
-}
-
 /// See [`Isa::least_sum`], of sums of lanes 8 apart.
 ///
 /// # Safety

@@ -7,6 +7,8 @@
 //! says what limits them. On other architectures than x86-64 the crate has no backend.
 
 #[cfg(target_arch = "x86_64")]
+mod ahead;
+#[cfg(target_arch = "x86_64")]
 mod blocks;
 #[cfg(target_arch = "x86_64")]
 mod inputs;

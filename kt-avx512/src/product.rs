@@ -12,6 +12,7 @@ use kt_core::cpu::kernel::{Outputs, Scratch, Weights};
 use kt_core::format::mx;
 use kt_core::{Format, Group};
 
+use crate::ahead::Ahead;
 use crate::blocks::{Blocks, Decode, Row};
 use crate::isa::{Isa, Job};
 use crate::layout::{CHUNK, LINE, Layout, PANEL, SUPER};
@@ -24,11 +25,6 @@ use crate::tiled::{self, SUMS_SIZE, Spans, TILE_ROWS};
 
 /// Bytes of lines that tiles of rows pass over: most of a first-level cache of 48 KiB, all of one of 32.
 const CACHED: usize = 32 << 10;
-/// X
-pub fn cached_bytes() -> usize {
-    static C: std::sync::OnceLock<usize> = std::sync::OnceLock::new();
-    *C.get_or_init(|| std::env::var("CACHED").ok().and_then(|v| v.parse().ok()).unwrap_or(CACHED))
-}
 /// The same where few rows pass over them: there is more to do with each line before it is written than after.
 const FEW: usize = 8 << 10;
 
@@ -304,6 +300,7 @@ impl Product<'_> {
                 width: 0,
                 fetch: [std::ptr::null(); 2],
                 fetch_lines: [0; 2],
+                ahead: Ahead::of(n, 1),
                 sums: &mut [],
                 last: start + blocks == layout.blocks,
             }
@@ -319,6 +316,7 @@ impl Product<'_> {
                 let tile = Tile {
                     weights: planes_at(0).map(|at| &panel[at..]),
                     fetch: planes_at(0).map(|at| after.wrapping_add(at)),
+                    ahead: Ahead::of(n, panels),
                     out: &mut self.out[done..],
                     width: (width - done).min(panels * PANEL),
                     ..part(panel, 0, layout.blocks)
@@ -331,9 +329,12 @@ impl Product<'_> {
 
         let unpack = K::UNPACKED;
         let most_panels = if I::LARGE { 2 } else { 1 };
-        let operand_block =
-            if unpack { layout.planes[0] / K::Lines::PLANES[0] * K::Lines::OPERANDS * LINE } else { layout.planes[0] + layout.planes[1] };
-        let most_blocks = (cached_bytes() / (most_panels * operand_block)).clamp(1, layout.blocks);
+        let operand_block = if unpack {
+            layout.planes[0] / K::Lines::PLANES[0] * K::Lines::OPERANDS * LINE
+        } else {
+            layout.planes[0] + layout.planes[1]
+        };
+        let most_blocks = (CACHED / (most_panels * operand_block)).clamp(1, layout.blocks);
         let unpacked_stride = most_blocks * operand_block;
         let sums = if I::TILES { SUMS_SIZE } else { 0 };
         let buffer = self.scratch.panel.get(sums + if unpack { most_panels * unpacked_stride } else { 0 });
@@ -457,6 +458,7 @@ impl Product<'_> {
                         width: (width - done).min(panels * PANEL),
                         fetch: [buffer.as_ptr(); 2],
                         fetch_lines: [0; 2],
+                        ahead: Ahead::of(n, 1),
                         sums,
                         last: start + now == columns,
                     };

@@ -16,17 +16,11 @@ use std::marker::PhantomData;
 
 use kt_core::cpu::input::BLOCK;
 
-use crate::isa::{Isa, Job, prefetch_later, prefetch_once};
+use crate::ahead::{Ahead, prefetch_later};
+use crate::isa::{Isa, Job};
 use crate::layout::{LINE, PANEL, SUPER};
 use crate::lines::{Codes, Floats, Scale};
 use crate::tiled::{CHAIN, SUMS_BYTES};
-
-/// Bytes that are asked for ahead of use, over all panels of a tile, when weights stream from memory; past the end of a panel, in the
-/// panels that come next. The hardware does this within a page only: without it, each panel starts with misses. More rows take longer
-/// over a line, yet gain from a greater distance (measured).
-const fn ahead_bytes(rows: usize) -> usize {
-    if rows <= 2 { 4096 } else { 8192 }
-}
 
 /// What a register tile reads and writes: `blocks` blocks of 128 columns of it.
 pub struct Tile<'a> {
@@ -70,6 +64,8 @@ pub struct Tile<'a> {
     pub fetch: [*const u8; 2],
     /// See `fetch`.
     pub fetch_lines: [usize; 2],
+    /// How lines are asked for that stream.
+    pub ahead: Ahead,
     /// Memory for the sums of a tile unit, if there is one.
     pub sums: &'a mut [u8],
     /// Whether these are the last columns, so that the scales of outputs are due. If `first_block` is not 0, `out` holds the totals
@@ -107,8 +103,8 @@ impl Tile<'_> {
 
     /// From a line of a block to the line that is to be prefetched, in each plane.
     #[inline(always)]
-    fn ahead<const R: usize, const P: usize>(&self, block: usize, block_bytes: [usize; 2]) -> [usize; 2] {
-        let blocks = (ahead_bytes(R) / P).div_ceil(block_bytes[0] + block_bytes[1]);
+    fn ahead<const P: usize>(&self, block: usize, block_bytes: [usize; 2]) -> [usize; 2] {
+        let blocks = (self.ahead.bytes / P).div_ceil(block_bytes[0] + block_bytes[1]);
         let mut ahead = [0; 2];
         for (i, ahead) in ahead.iter_mut().enumerate() {
             *ahead = if block + blocks < self.blocks {
@@ -243,7 +239,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let mut record = t.panel.as_ptr().wrapping_add(t.group_at);
         let mut left = t.group_left;
         for block in 0..t.blocks {
-            let ahead = if STREAM { t.ahead::<R, P>(block, block_bytes) } else { [0; 2] };
+            let ahead = if STREAM { t.ahead::<P>(block, block_bytes) } else { [0; 2] };
             if !STREAM && !L::SUMMED {
                 t.fetch(P, block);
             }
@@ -302,7 +298,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                         && L::PLANES[i] > 0
                                         && ((s * steps + j) * L::PLANES[i]).is_multiple_of(LINE)
                                     {
-                                        prefetch_once(at[i].wrapping_add(ahead[i]));
+                                        t.ahead.ask(at[i].wrapping_add(ahead[i]));
                                     }
                                 }
                                 // SAFETY: the next step of panel `p`, in bounds as said above.
@@ -375,7 +371,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                             minimum[p] = unsafe { S::minima(isa, at, above) };
                         }
                         if STREAM {
-                            prefetch_once(at.wrapping_add(t.following(0)));
+                            t.ahead.ask(at.wrapping_add(t.following(0)));
                         }
                     }
                     left -= WG;
@@ -597,7 +593,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let mut x = t.inputs.as_ptr();
         let mut scale = t.panel.as_ptr().wrapping_add(t.group_at);
         for block in 0..t.blocks {
-            let ahead = if STREAM { t.ahead::<R, P>(block, block_bytes)[0] } else { 0 };
+            let ahead = if STREAM { t.ahead::<P>(block, block_bytes)[0] } else { 0 };
             if !STREAM {
                 t.fetch(P, block);
             }
@@ -609,7 +605,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                     for (p, w) in w.iter_mut().enumerate() {
                         let at = line.wrapping_add(p * t.weight_stride);
                         if STREAM {
-                            prefetch_once(at.wrapping_add(ahead));
+                            t.ahead.ask(at.wrapping_add(ahead));
                         }
                         // SAFETY: the next line of panel `p`, in bounds as said above.
                         *w = unsafe {
