@@ -6,8 +6,8 @@
 //! | CPU | streams of a tile | hint | ahead |
 //! | --- | --- | --- | --- |
 //! | AMD Zen 5 | any | to the first level, past the others | 4 KiB; 8 KiB from three rows on |
-//! | AMD Zen 4 | several panels | to the second level | 8 KiB |
-//! | AMD Zen 4 | one panel | as Zen 5 | as Zen 5 |
+//! | AMD Zen 4 | several panels, or five rows and more | to the second level | 8 KiB |
+//! | AMD Zen 4 | one panel, up to four rows | to the first level, past the others | 4 KiB |
 //! | others | as Zen 4, not measured | | |
 
 #![allow(unsafe_code)] // hints, and what the CPU is
@@ -30,8 +30,9 @@ impl Ahead {
         /// Family 1Ah; 19h is Zen 3 and 4.
         const ZEN5: u32 = 0x1a;
         static IS_ZEN5: LazyLock<bool> = LazyLock::new(|| amd_family() == Some(ZEN5));
-        let second = panels > 1 && !*IS_ZEN5;
-        Ahead { second, bytes: if rows > 2 || second { 8 << 10 } else { 4 << 10 } }
+        let second = !*IS_ZEN5 && (panels > 1 || rows > 4);
+        let far = second || *IS_ZEN5 && rows > 2;
+        Ahead { second, bytes: if far { 8 << 10 } else { 4 << 10 } }
     }
 
     /// Hints that the line at `p` will be read soon, and once; any address will do.
@@ -72,13 +73,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_stream_is_asked_for_alike_everywhere() {
+    fn few_rows_of_one_panel_are_asked_for_alike_everywhere() {
         assert_eq!(Ahead::of(1, 1), Ahead { second: false, bytes: 4096 });
-        assert_eq!(Ahead::of(8, 1), Ahead { second: false, bytes: 8192 });
-        // Zen 5 or not.
-        for rows in [1, 4] {
-            let ahead = Ahead::of(rows, 4);
-            assert!(ahead == Ahead { second: true, bytes: 8192 } || ahead == Ahead::of(rows, 1), "{ahead:?}");
+        for (rows, panels) in [(4, 4), (8, 1)] {
+            let ahead = Ahead::of(rows, panels);
+            assert!(ahead.bytes == 8192 && ahead.second != (amd_family() == Some(0x1a)), "{ahead:?}");
         }
     }
 
