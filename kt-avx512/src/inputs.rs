@@ -32,8 +32,8 @@ impl Job for PackInput<'_> {
             }
         };
         match group {
-            16 => groups::<I, 16>(isa, x, sums, self.out),
-            32 => groups::<I, 32>(isa, x, sums, self.out),
+            16 => fours::<I, 16>(isa, x, sums, self.out),
+            32 => fours::<I, 32>(isa, x, sums, self.out),
             BLOCK => groups::<I, BLOCK>(isa, x, sums, self.out),
             _ => input::pack_block(self.layout, x, self.out),
         }
@@ -48,47 +48,124 @@ fn load<I: Isa>(isa: I, x: &[f32], i: usize) -> I::Flt {
     isa.as_f32(unsafe { isa.load(x.as_ptr().cast()) })
 }
 
+/// Packs a block in groups of `G` columns, 16 or 32, four at a time: what is one number for a group then is one operation for four.
+#[inline(always)]
+fn fours<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], kept: Sums, out: &mut [u8]) {
+    let (codes, rest) = out.split_at_mut(BLOCK);
+    let (scales, sums) = rest.split_at_mut(BLOCK / G * 4);
+    let tops: [f32; LANES] = std::array::from_fn(|i| TOPS[i % TOPS.len()]);
+    for first in (0..BLOCK / G).step_by(4) {
+        let x = &x[first * G..][..4 * G];
+        let at = |g: usize, i: usize| load(isa, x, g * (G / LANES) + i);
+        let mut largest = [isa.splat(0); 4];
+        for (g, largest) in largest.iter_mut().enumerate() {
+            for i in 0..G / LANES {
+                *largest = isa.max(*largest, isa.as_int(isa.abs(at(g, i))));
+            }
+        }
+        // Lane `4 * g + t`: of group `g`, with top `t`.
+        let amax = isa.as_f32(isa.four_largest(largest));
+        let tops = load(isa, &tops, 0);
+        let all_up = lanes(isa, isa.mul(isa.div(isa.splat_f32(1.0), amax), tops));
+        let all_scales = lanes(isa, isa.div(amax, tops));
+        let plain = |g: usize| all_up[g * 4].is_finite() && all_scales[g * 4].is_finite();
+        if !(plain(0) && plain(1) && plain(2) && plain(3)) {
+            for g in first..first + 4 {
+                let parts = (&mut codes[g * G..][..G], &mut scales[g * 4..][..4], &mut sums[g * 4..][..4]);
+                one::<I, G>(isa, &x[(g - first) * G..][..G], kept, parts);
+            }
+            continue;
+        }
+        let mut errors = [[isa.zero(); TOPS.len()]; 4];
+        for (g, errors) in errors.iter_mut().enumerate() {
+            for (t, errors) in errors.iter_mut().enumerate() {
+                let up = isa.splat_f32(all_up[g * 4 + t]);
+                for i in 0..G / LANES {
+                    let e = isa.fraction(isa.mul(at(g, i), up));
+                    *errors = isa.mul_add(e, e, *errors);
+                }
+            }
+        }
+        // No branch: which of them is best is chance.
+        let best = isa.least_sums(errors, WORTH);
+        let mut rounded = [isa.splat(0); 4];
+        for (g, rounded) in rounded.iter_mut().enumerate() {
+            let up = isa.splat_f32(all_up[g * 4 + best[g]]);
+            for (i, codes) in codes[(first + g) * G..][..G].chunks_exact_mut(LANES).enumerate() {
+                let v = isa.rounded(isa.mul(at(g, i), up));
+                // SAFETY: 16 bytes.
+                unsafe { isa.store_i8(codes.as_mut_ptr(), v) };
+                *rounded = isa.add(*rounded, v);
+            }
+        }
+        for (g, total) in isa.sums(rounded).into_iter().enumerate() {
+            let scale = all_scales[g * 4 + best[g]];
+            scales[(first + g) * 4..][..4].copy_from_slice(&scale.to_le_bytes());
+            sums[(first + g) * 4..][..4].copy_from_slice(&kept.bytes(total, scale));
+        }
+    }
+}
+
+/// The lanes of a register.
+#[inline(always)]
+fn lanes<I: Isa>(isa: I, v: I::Flt) -> [f32; LANES] {
+    let mut lanes = [0f32; LANES];
+    // SAFETY: 64 bytes.
+    unsafe { isa.store(lanes.as_mut_ptr().cast(), isa.as_int(v)) };
+    lanes
+}
+
 /// Packs a block in groups of `G` columns.
 #[inline(always)]
 fn groups<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], kept: Sums, out: &mut [u8]) {
     let (codes, rest) = out.split_at_mut(BLOCK);
     let (scales, sums) = rest.split_at_mut(BLOCK / G * 4);
     for g in 0..BLOCK / G {
-        let (x, codes) = (&x[g * G..][..G], &mut codes[g * G..][..G]);
-        let mut largest = isa.splat(0);
-        for i in 0..G / LANES {
-            largest = isa.max(largest, isa.as_int(isa.abs(load(isa, x, i))));
-        }
-        let amax = f32::from_bits(isa.largest(largest));
-        let inverse = 1.0 / amax;
-        if !amax.is_finite() || !(inverse * TOPS[0]).is_finite() {
-            codes.fill(0);
-            let scale: f32 = if amax.is_finite() { 0.0 } else { f32::NAN };
-            sums[g * 4..][..4].copy_from_slice(&kept.bytes(0, scale));
-            scales[g * 4..][..4].copy_from_slice(&scale.to_le_bytes());
-            continue;
-        }
-        let mut errors = [isa.zero(); TOPS.len()];
-        for (errors, top) in errors.iter_mut().zip(TOPS) {
-            let up = isa.splat_f32(inverse * top);
-            for i in 0..G / LANES {
-                let e = isa.fraction(isa.mul(load(isa, x, i), up));
-                *errors = isa.mul_add(e, e, *errors);
-            }
-        }
-        // No branch: which of them is best is chance.
-        let top = TOPS[isa.least_sum(errors, WORTH)];
-        let up = isa.splat_f32(inverse * top);
-        let scale = amax / top;
-        scales[g * 4..][..4].copy_from_slice(&scale.to_le_bytes());
-        let mut rounded = isa.splat(0);
-        for (i, codes) in codes.chunks_exact_mut(LANES).enumerate() {
-            let v = isa.rounded(isa.mul(load(isa, x, i), up));
-            // SAFETY: 16 bytes.
-            unsafe { isa.store_i8(codes.as_mut_ptr(), v) };
-            rounded = isa.add(rounded, v);
-        }
-        let total = isa.sum(rounded);
-        sums[g * 4..][..4].copy_from_slice(&kept.bytes(total, scale));
+        let parts = (&mut codes[g * G..][..G], &mut scales[g * 4..][..4], &mut sums[g * 4..][..4]);
+        one::<I, G>(isa, &x[g * G..][..G], kept, parts);
     }
+}
+
+/// Packs a group: its codes, its scale and what is kept of their sum.
+#[inline(always)]
+fn one<I: Isa, const G: usize>(
+    isa: I,
+    x: &[f32],
+    kept: Sums,
+    (codes, scales, sums): (&mut [u8], &mut [u8], &mut [u8]),
+) {
+    let mut largest = isa.splat(0);
+    for i in 0..G / LANES {
+        largest = isa.max(largest, isa.as_int(isa.abs(load(isa, x, i))));
+    }
+    let amax = f32::from_bits(isa.largest(largest));
+    let inverse = 1.0 / amax;
+    if !amax.is_finite() || !(inverse * TOPS[0]).is_finite() {
+        codes.fill(0);
+        let scale: f32 = if amax.is_finite() { 0.0 } else { f32::NAN };
+        sums.copy_from_slice(&kept.bytes(0, scale));
+        scales.copy_from_slice(&scale.to_le_bytes());
+        return;
+    }
+    let mut errors = [isa.zero(); TOPS.len()];
+    for (errors, top) in errors.iter_mut().zip(TOPS) {
+        let up = isa.splat_f32(inverse * top);
+        for i in 0..G / LANES {
+            let e = isa.fraction(isa.mul(load(isa, x, i), up));
+            *errors = isa.mul_add(e, e, *errors);
+        }
+    }
+    // No branch: which of them is best is chance.
+    let top = TOPS[isa.least_sum(errors, WORTH)];
+    let up = isa.splat_f32(inverse * top);
+    let scale = amax / top;
+    scales.copy_from_slice(&scale.to_le_bytes());
+    let mut rounded = isa.splat(0);
+    for (i, codes) in codes.chunks_exact_mut(LANES).enumerate() {
+        let v = isa.rounded(isa.mul(load(isa, x, i), up));
+        // SAFETY: 16 bytes.
+        unsafe { isa.store_i8(codes.as_mut_ptr(), v) };
+        rounded = isa.add(rounded, v);
+    }
+    sums.copy_from_slice(&kept.bytes(isa.sum(rounded), scale));
 }

@@ -177,6 +177,8 @@ pub unsafe trait Isa: Copy {
     fn splat_f32(self, v: f32) -> Self::Flt;
     /// `a + b` of dwords.
     fn add(self, a: Self::Int, b: Self::Int) -> Self::Int;
+    /// 16 times dwords.
+    fn times_16(self, v: Self::Int) -> Self::Int;
     /// The larger one, of unsigned dwords.
     fn max(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// Magnitudes.
@@ -189,8 +191,27 @@ pub unsafe trait Isa: Copy {
     fn sum(self, v: Self::Int) -> i32;
     /// Which of four has the smallest sum times its `worth`, the first of equals. Sums are of pairs 8 lanes apart, then 4, 2 and 1.
     fn least_sum(self, v: [Self::Flt; 4], worth: [f32; 4]) -> usize;
+    /// [`Isa::least_sum`] of each of four.
+    #[inline(always)]
+    fn least_sums(self, v: [[Self::Flt; 4]; 4], worth: [f32; 4]) -> [usize; 4] {
+        v.map(|v| self.least_sum(v, worth))
+    }
     /// The largest lane, of unsigned dwords.
     fn largest(self, v: Self::Int) -> u32;
+    /// [`Isa::largest`] of each of four, in four lanes each.
+    #[inline(always)]
+    fn four_largest(self, v: [Self::Int; 4]) -> Self::Int {
+        let largest = v.map(|v| [self.largest(v); 4]);
+        // SAFETY: 64 bytes.
+        unsafe { self.load(largest.as_ptr().cast()) }
+    }
+    /// [`Isa::sum`] of each of four.
+    #[inline(always)]
+    fn sums(self, v: [Self::Int; 4]) -> [i32; 4] {
+        v.map(|v| self.sum(v))
+    }
+    /// `a / b`.
+    fn div(self, a: Self::Flt, b: Self::Flt) -> Self::Flt;
     /// Stores dwords in -128..=127 as bytes.
     ///
     /// # Safety

@@ -111,6 +111,28 @@ impl Codes for Nibbles {
     type Unpacked = Bytes<32>;
 }
 
+/// Codes 0..16 in nibbles that a shift may be added to, so that they are 0..=31: 4 x 2 x 31 x 127 < 2^15.
+#[derive(Clone, Copy)]
+pub(crate) struct ShiftedNibbles;
+
+impl Lines for ShiftedNibbles {
+    const OPERANDS: usize = 2;
+    type Table<I: Isa> = ();
+    #[inline(always)]
+    fn table<I: Isa>(_: I) {}
+    #[inline(always)]
+    unsafe fn operands<I: Isa>(isa: I, _: (), at: [*const u8; 2]) -> [I::Int; 2] {
+        // SAFETY: a line, by the caller's promise.
+        unsafe { Nibbles::operands(isa, (), at) }
+    }
+}
+
+impl Codes for ShiftedNibbles {
+    const SPAN: usize = 16;
+    const QUICK: bool = true;
+    type Unpacked = Bytes<16>;
+}
+
 /// What is added to twice an E2M1 value, so that it becomes a code 0..=24.
 pub const E2M1_ZERO: i32 = 12;
 
@@ -233,6 +255,8 @@ pub trait Scale: Copy {
     const OUTPUTS: bool;
     /// Whether a group has its own zero point, which is subtracted from the codes. Inputs then bring the plain sums of their codes.
     const ZEROS: bool = false;
+    /// Whether zero points may be added to small codes, [`SHIFTED`] less, in place of being subtracted from each sum.
+    const SHIFTS: bool = false;
     /// Whether a group has a number that is added to its scaled codes. Inputs then bring the scaled sums of their codes.
     const MINIMA: bool = false;
     /// Whether all scales are powers of two.
@@ -248,6 +272,14 @@ pub trait Scale: Copy {
     /// As above.
     #[inline(always)]
     unsafe fn zeros<I: Isa>(isa: I, _record: *const u8) -> I::Int {
+        isa.splat(0)
+    }
+    /// What is added to the codes of a group, if [`Scale::SHIFTS`]: their zero point is [`SHIFTED`] then.
+    ///
+    /// # Safety
+    /// As above.
+    #[inline(always)]
+    unsafe fn shift<I: Isa>(isa: I, _record: *const u8) -> I::Int {
         isa.splat(0)
     }
     /// What is added to the scaled codes of a group.
@@ -273,6 +305,20 @@ impl Scale for NoScale {
     }
 }
 
+/// The zero point of codes that [`Scale::shift`] was added to: the largest that 4-bit codes can have, so that none becomes negative.
+pub(crate) const SHIFTED: i32 = 16;
+
+/// In each 16 bytes: where the first of four bytes is, for all of them.
+static FIRST_OF_FOUR: [u8; 64] = {
+    let mut t = [0; 64];
+    let mut i = 0;
+    while i < 64 {
+        t[i] = (i % 16 / 4 * 4) as u8;
+        i += 1;
+    }
+    t
+};
+
 /// F16, relative to the scale of the output; then zero points of `ZERO` bytes each.
 #[derive(Clone, Copy)]
 pub(crate) struct F16Scale<const ZERO: usize>;
@@ -281,6 +327,7 @@ impl<const ZERO: usize> Scale for F16Scale<ZERO> {
     const RECORD: usize = PANEL * (2 + ZERO);
     const OUTPUTS: bool = true;
     const ZEROS: bool = ZERO > 0;
+    const SHIFTS: bool = ZERO == 1;
     #[inline(always)]
     unsafe fn load<I: Isa>(isa: I, record: *const u8, _: *const u8) -> I::Flt {
         // SAFETY: readable by the caller's promise.
@@ -291,6 +338,12 @@ impl<const ZERO: usize> Scale for F16Scale<ZERO> {
         let at = record.wrapping_add(PANEL * 2);
         // SAFETY: readable by the caller's promise.
         unsafe { if ZERO == 1 { isa.load_u8(at) } else { isa.load_i16(at) } }
+    }
+    #[inline(always)]
+    unsafe fn shift<I: Isa>(isa: I, record: *const u8) -> I::Int {
+        // SAFETY: readable by the caller's promise; and the table is 64 bytes.
+        let (zeros, first) = unsafe { (isa.load_u8(record.wrapping_add(PANEL * 2)), isa.load(FIRST_OF_FOUR.as_ptr())) };
+        isa.sub(isa.splat(SHIFTED * 0x0101_0101), isa.lookup(zeros, first))
     }
 }
 

@@ -18,7 +18,7 @@ use crate::isa::{Isa, Job};
 use crate::layout::{CHUNK, LINE, Layout, PANEL, SUPER};
 use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
-    Nibbles, NoScale, Scale, Summed, Unpack,
+    Nibbles, NoScale, Scale, ShiftedNibbles, Summed, Unpack,
 };
 use crate::tile::{FloatTile, IntTile, Tile, scaled};
 use crate::tiled::{self, SUMS_SIZE, Spans, TILE_ROWS};
@@ -240,7 +240,7 @@ impl Job for Product<'_> {
             Format::Int4Asym(g) if blocks(g) => {
                 self.on::<_, Ints<Nibbles, F16Scale<1>, CHUNK, BLOCK>>(int8, Layout::new)
             }
-            Format::Int4Asym(_) => self.on::<_, Ints<Nibbles, F16Scale<1>, CHUNK, CHUNK>>(int8, Layout::new),
+            Format::Int4Asym(_) => self.on::<_, Ints<ShiftedNibbles, F16Scale<1>, CHUNK, CHUNK>>(int8, Layout::new),
             Format::Mxfp4 => self.on::<_, Ints<E2m1, E8m0Scale, CHUNK, CHUNK>>(int8, Layout::new),
             Format::Nvfp4 => self.on::<_, Ints<E2m1, E4m3Scale, { mx::NV_COLS }, { mx::NV_COLS }>>(int8, Layout::new),
             other => unreachable!("{other} was never accepted"),

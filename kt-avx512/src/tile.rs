@@ -19,7 +19,7 @@ use kt_core::cpu::input::BLOCK;
 use crate::ahead::{Ahead, prefetch_later};
 use crate::isa::{Isa, Job};
 use crate::layout::{LINE, PANEL, SUPER};
-use crate::lines::{Codes, Floats, Scale};
+use crate::lines::{Codes, Floats, SHIFTED, Scale};
 use crate::tiled::{CHAIN, SUMS_BYTES};
 
 /// What a register tile reads and writes: `blocks` blocks of 128 columns of it.
@@ -207,6 +207,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let t = self.tile;
         const { assert!(WG.is_multiple_of(XG) && (!S::MINIMA || WG == XG) && !(S::MINIMA && S::ZEROS)) };
         const { assert!(!S::POWERS || WG == XG && !S::MINIMA) };
+        // A shift is for all rows, a subtraction for each: from three rows on it is less.
+        let shifts = const { S::SHIFTS && !L::SUMMED && L::OPERANDS > 1 && R > 2 };
         // Columns of a sum before it is added to the total.
         let columns = if WG == 0 { XG } else { WG };
         let sums_at = BLOCK + BLOCK / XG * 4;
@@ -251,8 +253,14 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     let k = c * columns + g * XG;
                     if S::ZEROS && g == 0 {
                         for (p, zero) in zeros.iter_mut().enumerate() {
-                            // SAFETY: the record of this group of panel `p`, in bounds as said above.
-                            let z = unsafe { S::zeros(isa, record.wrapping_add(p * t.panel_stride)) };
+                            let at = record.wrapping_add(p * t.panel_stride);
+                            if shifts {
+                                // SAFETY: the record of this group of panel `p`, in bounds as said above.
+                                *zero = unsafe { S::shift(isa, at) };
+                                continue;
+                            }
+                            // SAFETY: as above.
+                            let z = unsafe { S::zeros(isa, at) };
                             *zero = isa.and(isa.sub(offset, z), words);
                         }
                     }
@@ -260,10 +268,14 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     if !S::MINIMA {
                         for (r, sums) in sums.iter_mut().enumerate() {
                             // SAFETY: a sum of codes of row `r`, in bounds as said above.
-                            let codes = unsafe { isa.load_dword(x.add(r * input_bytes + sums_at + k / XG * 4)) };
+                            let mut codes = unsafe { isa.load_dword(x.add(r * input_bytes + sums_at + k / XG * 4)) };
+                            if shifts {
+                                const { assert!(SHIFTED == 16) };
+                                codes = isa.sub(isa.splat(0), isa.times_16(codes));
+                            }
                             for (sum, &zero) in sums.iter_mut().zip(&zeros) {
                                 // Such a sum fits a word, and the upper words of `zeros` are 0.
-                                *sum = if S::ZEROS { isa.madd(zero, codes) } else { codes };
+                                *sum = if S::ZEROS && !shifts { isa.madd(zero, codes) } else { codes };
                             }
                         }
                     }
@@ -303,6 +315,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 }
                                 // SAFETY: the next step of panel `p`, in bounds as said above.
                                 *w = unsafe { L::operands(isa, table, at) };
+                                if shifts {
+                                    // No sum of bytes exceeds one.
+                                    *w = w.map(|w| isa.add(w, zeros[p]));
+                                }
                             }
                             line = [line[0].wrapping_add(L::PLANES[0]), line[1].wrapping_add(L::PLANES[1])];
                             for l in 0..L::OPERANDS {

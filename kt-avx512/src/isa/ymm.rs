@@ -256,11 +256,13 @@ macro_rules! common {
             fn as_int(self, v: Flt) -> Int { halves!(_mm256_castps_si256(v)) }
             fn to_f32(self, v: Int) -> Flt { halves!(_mm256_cvtepi32_ps(v)) }
             fn mul(self, a: Flt, b: Flt) -> Flt { halves!(_mm256_mul_ps(a, b)) }
+            fn div(self, a: Flt, b: Flt) -> Flt { halves!(_mm256_div_ps(a, b)) }
             fn mul_add(self, a: Flt, b: Flt, c: Flt) -> Flt { halves!(_mm256_fmadd_ps(a, b, c)) }
             fn power(self, v: Flt) -> Flt { v }
             fn times_power(self, v: Flt, power: Flt) -> Flt { self.mul(v, power) }
             fn splat_f32(self, v: f32) -> Flt { [_mm256_set1_ps(v); 2] }
             fn add(self, a: Int, b: Int) -> Int { halves!(_mm256_add_epi32(a, b)) }
+            fn times_16(self, v: Int) -> Int { each!(h => _mm256_slli_epi32::<4>(v[h])) }
             fn max(self, a: Int, b: Int) -> Int { halves!(_mm256_max_epu32(a, b)) }
             fn abs(self, v: Flt) -> Flt {{
                 let sign = _mm256_set1_ps(-0.0);

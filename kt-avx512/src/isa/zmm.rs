@@ -34,6 +34,16 @@ const TWO: i64 = 0x0002_0002_0002_0002;
 const FOUR: i64 = 2 * TWO;
 const SIX: i64 = 3 * TWO;
 
+/// Combines lanes 8 apart of each of four registers, then lanes 4 apart: the four that are left of number `n` are lanes `4 * n` and on.
+macro_rules! four {
+    ($with:ident, $shuffle:ident, $v:expr) => {{
+        let [a, b, c, d] = $v;
+        let ab = $with($shuffle::<0x44>(a, b), $shuffle::<0xee>(a, b));
+        let cd = $with($shuffle::<0x44>(c, d), $shuffle::<0xee>(c, d));
+        $with($shuffle::<0x88>(ab, cd), $shuffle::<0xdd>(ab, cd))
+    }};
+}
+
 /// What all tiers have in common.
 macro_rules! common {
     () => {
@@ -180,12 +190,49 @@ macro_rules! common {
             fn as_int(self, v: __m512) -> __m512i { _mm512_castps_si512(v) }
             fn to_f32(self, v: __m512i) -> __m512 { _mm512_cvtepi32_ps(v) }
             fn mul(self, a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
+            fn div(self, a: __m512, b: __m512) -> __m512 { _mm512_div_ps(a, b) }
+            fn least_sums(self, v: [[__m512; 4]; 4], worth: [f32; 4]) -> [usize; 4] {{
+                let mut four = [_mm512_setzero_ps(); 4];
+                for (t, four) in four.iter_mut().enumerate() {
+                    *four = four!(_mm512_add_ps, _mm512_shuffle_f32x4, [v[0][t], v[1][t], v[2][t], v[3][t]]);
+                }
+                // Lanes 2 apart, then 1.
+                let [a, b, c, d] = [0, 1, 2, 3].map(|t| std::mem::transmute::<__m512, __m512d>(four[t]));
+                let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+                let ab = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+                let (low, high) = (_mm512_unpacklo_pd(c, d), _mm512_unpackhi_pd(c, d));
+                let cd = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+                let even = _mm512_shuffle_ps::<0b10_00_10_00>(ab, cd);
+                let odd = _mm512_shuffle_ps::<0b11_01_11_01>(ab, cd);
+                // Lane `4 * g + t`: of group `g`, number `t`.
+                let worth = _mm512_broadcast_f32x4(_mm_setr_ps(worth[0], worth[1], worth[2], worth[3]));
+                let sums = _mm512_mul_ps(_mm512_add_ps(even, odd), worth);
+                let least = _mm512_min_ps(sums, _mm512_shuffle_ps::<0b01_00_11_10>(sums, sums));
+                let least = _mm512_min_ps(least, _mm512_shuffle_ps::<0b10_11_00_01>(least, least));
+                let equal = u32::from(_mm512_cmpeq_ps_mask(sums, least));
+                // One at least is equal; the bit keeps the index in range whatever comes.
+                [0, 4, 8, 12].map(|g| (equal >> g & 0xf | 8).trailing_zeros() as usize)
+            }}
+            fn four_largest(self, v: [__m512i; 4]) -> __m512i {{
+                let v = four!(_mm512_max_epu32, _mm512_shuffle_i32x4, v);
+                let v = _mm512_max_epu32(v, _mm512_shuffle_epi32::<0b01_00_11_10>(v));
+                _mm512_max_epu32(v, _mm512_shuffle_epi32::<0b10_11_00_01>(v))
+            }}
+            fn sums(self, v: [__m512i; 4]) -> [i32; 4] {{
+                let v = four!(_mm512_add_epi32, _mm512_shuffle_i32x4, v);
+                let v = _mm512_add_epi32(v, _mm512_shuffle_epi32::<0b01_00_11_10>(v));
+                let v = _mm512_add_epi32(v, _mm512_shuffle_epi32::<0b10_11_00_01>(v));
+                // The first lane of each 128 bits.
+                let v = _mm512_castsi512_si128(_mm512_maskz_compress_epi32(0x1111, v));
+                std::mem::transmute::<__m128i, [i32; 4]>(v)
+            }}
             fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
             // By the exponent: that goes on the adders, the multipliers are left to products.
             fn power(self, v: __m512) -> __m512 { _mm512_getexp_ps(v) }
             fn times_power(self, v: __m512, power: __m512) -> __m512 { _mm512_scalef_ps(v, power) }
             fn splat_f32(self, v: f32) -> __m512 { _mm512_set1_ps(v) }
             fn add(self, a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) }
+            fn times_16(self, v: __m512i) -> __m512i { _mm512_slli_epi32::<4>(v) }
             fn max(self, a: __m512i, b: __m512i) -> __m512i { _mm512_max_epu32(a, b) }
             fn abs(self, v: __m512) -> __m512 { _mm512_abs_ps(v) }
             fn fraction(self, v: __m512) -> __m512 { _mm512_reduce_ps::<0>(v) }
