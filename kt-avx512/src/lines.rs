@@ -28,8 +28,10 @@ pub trait Lines: Copy {
 pub trait Codes: Lines {
     /// Columns over which the sums of [`Isa::dot_narrow`] fit; 0 for codes that need [`Isa::dot_wide`].
     const SPAN: usize;
-    /// Whether unpacking goes on beside products.
+    /// Whether unpacking goes on beside products, so that lines that many rows pass over stay packed.
     const QUICK: bool = false;
+    /// Whether [`Scale::shift`] may be added to them, in place of subtracting zero points from each sum.
+    const SHIFTABLE: bool = false;
     /// The same operands, each in a line of its own.
     type Unpacked: Codes;
 }
@@ -111,7 +113,7 @@ impl Codes for Nibbles {
     type Unpacked = Bytes<32>;
 }
 
-/// Codes 0..16 in nibbles that a shift may be added to, so that they are 0..=31: 4 x 2 x 31 x 127 < 2^15.
+/// Codes 0..16 in nibbles, 0..=31 once a shift is added to them: 4 x 2 x 31 x 127 < 2^15.
 #[derive(Clone, Copy)]
 pub(crate) struct ShiftedNibbles;
 
@@ -130,6 +132,7 @@ impl Lines for ShiftedNibbles {
 impl Codes for ShiftedNibbles {
     const SPAN: usize = 16;
     const QUICK: bool = true;
+    const SHIFTABLE: bool = true;
     type Unpacked = Bytes<16>;
 }
 
@@ -255,8 +258,6 @@ pub trait Scale: Copy {
     const OUTPUTS: bool;
     /// Whether a group has its own zero point, which is subtracted from the codes. Inputs then bring the plain sums of their codes.
     const ZEROS: bool = false;
-    /// Whether zero points may be added to small codes, [`SHIFTED`] less, in place of being subtracted from each sum.
-    const SHIFTS: bool = false;
     /// Whether a group has a number that is added to its scaled codes. Inputs then bring the scaled sums of their codes.
     const MINIMA: bool = false;
     /// Whether all scales are powers of two.
@@ -274,7 +275,7 @@ pub trait Scale: Copy {
     unsafe fn zeros<I: Isa>(isa: I, _record: *const u8) -> I::Int {
         isa.splat(0)
     }
-    /// What is added to the codes of a group, if [`Scale::SHIFTS`]: their zero point is [`SHIFTED`] then.
+    /// What may be added to small codes of a group, so that their zero point is [`SHIFTED`].
     ///
     /// # Safety
     /// As above.
@@ -327,7 +328,6 @@ impl<const ZERO: usize> Scale for F16Scale<ZERO> {
     const RECORD: usize = PANEL * (2 + ZERO);
     const OUTPUTS: bool = true;
     const ZEROS: bool = ZERO > 0;
-    const SHIFTS: bool = ZERO == 1;
     #[inline(always)]
     unsafe fn load<I: Isa>(isa: I, record: *const u8, _: *const u8) -> I::Flt {
         // SAFETY: readable by the caller's promise.

@@ -208,7 +208,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         const { assert!(WG.is_multiple_of(XG) && (!S::MINIMA || WG == XG) && !(S::MINIMA && S::ZEROS)) };
         const { assert!(!S::POWERS || WG == XG && !S::MINIMA) };
         // A shift is for all rows, a subtraction for each: from three rows on it is less.
-        let shifts = const { S::SHIFTS && !L::SUMMED && L::OPERANDS > 1 && R > 2 };
+        let shifts = const { S::ZEROS && L::SHIFTABLE && R > 2 };
         // Columns of a sum before it is added to the total.
         let columns = if WG == 0 { XG } else { WG };
         let sums_at = BLOCK + BLOCK / XG * 4;
