@@ -43,24 +43,38 @@ pub(crate) struct Gathered {
 }
 
 impl Gathered {
-    /// The rows `tokens` of `x`, which are the rows of chunk `of.1` of layer call `of.0`; as they are where they follow each other.
-    fn rows<'a>(&'a mut self, x: Inputs<'a>, tokens: &[u32], of: (u64, usize)) -> (Inputs<'a>, Range<usize>) {
-        if let [first, ..] = *tokens
-            && tokens.windows(2).all(|w| w[0] + 1 == w[1])
-        {
-            return (x, first as usize..first as usize + tokens.len());
+    /// The rows `tokens` of `x`, which are the rows of chunk `of.1` of layer call `of.0`; a single one as it is.
+    fn rows<'a>(&'a mut self, x: PackedTokens<'a>, tokens: &[u32], of: (u64, usize)) -> Inputs<'a> {
+        if let [token] = *tokens {
+            return Inputs::new(x.layout, 1, x.cols, x.token(token));
         }
-        let bytes = self.bytes.get(x.layout().bytes(tokens.len(), x.cols()));
+        let (n, size) = (tokens.len(), x.layout.block_bytes());
+        let bytes = self.bytes.get(x.layout.bytes(n, x.cols));
         if self.of != of {
-            let mut to = bytes.chunks_exact_mut(x.layout().block_bytes());
-            for block in 0..x.blocks() {
-                for (&token, to) in tokens.iter().zip(&mut to) {
-                    to.copy_from_slice(x.block(block, token as usize));
+            for (i, &token) in tokens.iter().enumerate() {
+                let to = bytes[i * size..].chunks_mut(n * size);
+                for (to, from) in to.zip(x.token(token).chunks_exact(size)) {
+                    to[..size].copy_from_slice(from);
                 }
             }
             self.of = of;
         }
-        (Inputs::new(x.layout(), tokens.len(), x.cols(), bytes), 0..tokens.len())
+        Inputs::new(x.layout, n, x.cols, bytes)
+    }
+}
+
+/// The packed inputs of all tokens, one after another: each is a stream for who gathers it.
+#[derive(Clone, Copy)]
+struct PackedTokens<'a> {
+    layout: InputLayout,
+    cols: usize,
+    bytes: &'a [u8],
+}
+
+impl<'a> PackedTokens<'a> {
+    fn token(&self, token: u32) -> &'a [u8] {
+        let n = self.layout.bytes(1, self.cols);
+        &self.bytes[token as usize * n..][..n]
     }
 }
 
@@ -593,7 +607,8 @@ struct Chunk {
     h: Range<usize>,
 }
 
-/// Packs rows `0..rows` of a matrix of `cols` columns, one task per row; `read(row, columns, out)` gets the values.
+/// Packs rows `0..rows` of a matrix of `cols` columns, one task per row; `read(row, columns, out)` gets the values, and `place(row, block)`
+/// says which block of `bytes` they become.
 fn pack_rows<K: Kernel>(
     kernel: K,
     region: &mut Region<'_>,
@@ -601,6 +616,7 @@ fn pack_rows<K: Kernel>(
     (rows, cols): (usize, usize),
     (bytes, marks): (&mut [u8], &mut Marks),
     read: impl Fn(usize, Range<usize>, &mut [f32]) -> bool + Sync,
+    place: impl Fn(usize, usize) -> usize + Sync,
 ) {
     let pieces = Pieces::every_within(std::mem::take(marks), bytes, layout.block_bytes());
     let pack = |row: usize| {
@@ -611,7 +627,7 @@ fn pack_rows<K: Kernel>(
             if !read(row, columns, values) {
                 return;
             }
-            kernel.pack_input(layout, values, pieces.take(b * rows + row));
+            kernel.pack_input(layout, values, pieces.take(place(row, b)));
         }
     };
     // One row takes about a microsecond: less than waking anybody.
@@ -651,15 +667,17 @@ impl<K: Kernel> BankInner<K> {
             input.read(start + columns.start..start + columns.end, out);
             used[row]
         };
+        let blocks = hidden.div_ceil(BLOCK);
+        let place = |row: usize, block: usize| row * blocks + block;
         let x0 = x0.get(gate_layout.bytes(tokens, hidden));
-        pack_rows(kernel, &mut region, gate_layout, (tokens, hidden), (&mut *x0, &mut *marks), read);
-        let gate_x = Inputs::new(gate_layout, tokens, hidden, x0);
+        pack_rows(kernel, &mut region, gate_layout, (tokens, hidden), (&mut *x0, &mut *marks), read, place);
+        let gate_x = PackedTokens { layout: gate_layout, cols: hidden, bytes: x0 };
         let up_x = if up_layout == gate_layout {
             gate_x
         } else {
             let x1 = x1.get(up_layout.bytes(tokens, hidden));
-            pack_rows(kernel, &mut region, up_layout, (tokens, hidden), (&mut *x1, &mut *marks), read);
-            Inputs::new(up_layout, tokens, hidden, x1)
+            pack_rows(kernel, &mut region, up_layout, (tokens, hidden), (&mut *x1, &mut *marks), read, place);
+            PackedTokens { layout: up_layout, cols: hidden, bytes: x1 }
         };
 
         chunks.clear();
@@ -811,7 +829,7 @@ impl<K: Kernel> BankInner<K> {
         &self,
         (chunk, of): (&Chunk, (u64, usize)),
         (outputs, next): (Range<usize>, Option<(&Expert, usize)>),
-        x: [Inputs<'_>; 2],
+        x: [PackedTokens<'_>; 2],
         tokens: &[u32],
         h: &mut [u8],
         scratch: &mut Scratch,
@@ -821,16 +839,15 @@ impl<K: Kernel> BankInner<K> {
         let mut gathered = std::mem::take(&mut scratch.gathered);
         let [of_gate, of_up] = &mut gathered;
         let gate_x = of_gate.rows(x[0], tokens, of);
-        let up_x = if self.layouts[1] == self.layouts[0] { gate_x.clone() } else { of_up.rows(x[1], tokens, of) };
+        let up_x = if self.layouts[1] == self.layouts[0] { gate_x } else { of_up.rows(x[1], tokens, of) };
         let weights = |proj: Proj| &expert.weights[proj.index()];
         let after_gate = Some(weights(Proj::Up).at(outputs.start));
         let after_up = next.map(|(expert, start)| expert.weights[Proj::Gate.index()].at(start));
-        for (proj, (x, rows), tile, next) in
-            [(Proj::Gate, gate_x, &mut gate, after_gate), (Proj::Up, up_x, &mut up, after_up)]
+        for (proj, x, tile, next) in [(Proj::Gate, gate_x, &mut gate, after_gate), (Proj::Up, up_x, &mut up, after_up)]
         {
             tile.resize(tokens.len() * width, 0.0);
             let part = Outputs { next, ..weights(proj).outputs(outputs.clone()) };
-            self.kernel.product(part, x, rows, tile, scratch);
+            self.kernel.product(part, x, 0..tokens.len(), tile, scratch);
             if let Some(bias) = expert.bias(proj, outputs.clone()) {
                 for row in tile.chunks_exact_mut(width) {
                     row.iter_mut().zip(bias).for_each(|(v, b)| *v += b);
@@ -896,6 +913,7 @@ impl<K: Kernel> LinearOp for CpuLinear<K> {
                     out.copy_from_slice(&x[row * cols..][columns]);
                     true
                 },
+                |row, block| block * n + row,
             );
             let inputs = Inputs::new(self.layout, n, cols, bytes);
             let columns = Columns::new(&self.cuts, &self.nodes, n.div_ceil(ROWS), K::PANEL);
