@@ -364,7 +364,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                             if WG == 0 {
                                 total[r][p] = isa.mul_add(sum, x_scale, total[r][p]);
                             } else if S::POWERS {
-                                // Scaled below, exactly, so that these can be added to the total as they are.
+                                // Scaled below: by the weights' scale first, which is exact.
                                 part[r][p] = sum;
                             } else {
                                 let first = g == 0;

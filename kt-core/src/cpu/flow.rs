@@ -52,9 +52,8 @@ impl Gathered {
         let bytes = self.bytes.get(x.layout.bytes(n, x.cols));
         if self.of != of {
             for (i, &token) in tokens.iter().enumerate() {
-                let to = bytes[i * size..].chunks_mut(n * size);
-                for (to, from) in to.zip(x.token(token).chunks_exact(size)) {
-                    to[..size].copy_from_slice(from);
+                for (to, from) in bytes.chunks_exact_mut(n * size).zip(x.token(token).chunks_exact(size)) {
+                    to[i * size..][..size].copy_from_slice(from);
                 }
             }
             self.of = of;
