@@ -275,7 +275,7 @@ pub trait Scale: Copy {
     unsafe fn zeros<I: Isa>(isa: I, _record: *const u8) -> I::Int {
         isa.splat(0)
     }
-    /// What may be added to small codes of a group, so that their zero point is [`SHIFTED`].
+    /// What may be added to small codes of a group, so that their zero point is 16.
     ///
     /// # Safety
     /// As above.
