@@ -1,6 +1,6 @@
-//! How weights that stream from memory are asked for before they are used.
+//! How weights and inputs are asked for before they are used.
 //!
-//! The hardware does so within a page only, and too late for lines that are unpacked. Which hint is best, and how far ahead, differs by CPU
+//! The hardware does so within a page only, and too late for lines that are unpacked. For weights that stream, which hint is best, and how far ahead, differs by CPU
 //! by more than any kernel does. Measured in layers (`PERFORMANCE.md`):
 //!
 //! | CPU | streams of a tile | hint | ahead |
@@ -13,7 +13,10 @@
 #![allow(unsafe_code)] // hints, and what the CPU is
 
 use std::arch::x86_64::{_MM_HINT_NTA, _MM_HINT_T1, _mm_prefetch};
+use std::cell::Cell;
 use std::sync::LazyLock;
+
+use crate::layout::LINE;
 
 /// How a tile asks for lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,9 +50,68 @@ impl Ahead {
     }
 }
 
+/// Lines that will be read later, asked for a few at a time while what is in the cache is multiplied: all at once they would wait for each
+/// other.
+#[derive(Default)]
+pub struct Later {
+    /// Where each range of lines begins, and how many lines it has.
+    ranges: [Cell<(usize, usize)>; RANGES],
+    /// How many of them there are, and which is next.
+    len: Cell<usize>,
+    next: Cell<usize>,
+    /// Lines to ask for at a time.
+    each: Cell<usize>,
+}
+
+/// The parts of two panels, and inputs.
+const RANGES: usize = 2 * 4 + 1;
+
+impl Later {
+    /// Forgets what is left, to begin anew.
+    pub(crate) fn clear(&self) {
+        self.len.set(0);
+        self.next.set(0);
+        self.each.set(0);
+    }
+
+    /// Adds `bytes` from `at` on; any address will do.
+    pub(crate) fn add(&self, at: *const u8, bytes: usize) {
+        if bytes > 0 {
+            let first = at.addr() / LINE;
+            self.ranges[self.len.get()].set((first, (at.addr() + bytes).div_ceil(LINE) - first));
+            self.len.set(self.len.get() + 1);
+        }
+    }
+
+    /// Sets how many lines go each time, for all to be asked for in `times`.
+    pub(crate) fn spread(&self, times: usize) {
+        let lines: usize = self.ranges[..self.len.get()].iter().map(|range| range.get().1).sum();
+        self.each.set(lines.div_ceil(times));
+    }
+
+    /// Asks for those whose turn it is.
+    #[inline(always)]
+    pub(crate) fn ask(&self) {
+        let mut left = self.each.get();
+        while left > 0 && self.next.get() < self.len.get() {
+            let range = &self.ranges[self.next.get()];
+            let (first, lines) = range.get();
+            let now = left.min(lines);
+            for line in first..first + now {
+                prefetch_later(std::ptr::without_provenance(line * LINE));
+            }
+            range.set((first + now, lines - now));
+            left -= now;
+            if now == lines {
+                self.next.set(self.next.get() + 1);
+            }
+        }
+    }
+}
+
 /// Hints that the line at `p` will be read later, from the second level; any address will do.
 #[inline(always)]
-pub(crate) fn prefetch_later(p: *const u8) {
+fn prefetch_later(p: *const u8) {
     // SAFETY: prefetching faults at no address, and SSE is part of x86-64.
     unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
 }
@@ -78,6 +140,22 @@ mod tests {
         for (rows, panels) in [(4, 4), (8, 1)] {
             let ahead = Ahead::of(rows, panels);
             assert!(ahead.bytes == 8192 && ahead.second != (amd_family() == Some(0x1a)), "{ahead:?}");
+        }
+    }
+
+    #[test]
+    fn what_comes_later_is_asked_for_in_so_many_times() {
+        let bytes = [0u8; 1000];
+        for (lengths, times) in [(&[1000, 64, 1, 0][..], 4), (&[1], 3), (&[], 2), (&[700, 1000], 100)] {
+            let later = Later::default();
+            lengths.iter().for_each(|&n| later.add(bytes.as_ptr(), n));
+            later.spread(times);
+            let (left, lines) = (|| later.len.get() - later.next.get(), later.each.get());
+            for time in 1..=times {
+                assert!(left() > 0 || lengths.is_empty() || lines * (time - 1) >= lengths.iter().sum::<usize>() / LINE);
+                later.ask();
+            }
+            assert_eq!(left(), 0, "{lengths:?} in {times}");
         }
     }
 

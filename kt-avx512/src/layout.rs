@@ -140,6 +140,18 @@ impl Layout {
             panel_bytes: supers_at,
         }
     }
+
+    /// Where the bytes of some blocks are in a panel: in each plane, in the scales, and in the records of [`SUPER`] columns. Scales of
+    /// outputs count as if each block had some.
+    pub(crate) fn parts(&self, blocks: Range<usize>) -> [Range<usize>; 4] {
+        let ends = [self.blocks * self.planes[0], self.outputs_at, self.supers_at, self.panel_bytes];
+        let mut start = 0;
+        ends.map(|end| {
+            let first = std::mem::replace(&mut start, end);
+            let at = |block: usize| first + (end - first) * block / self.blocks;
+            at(blocks.start)..at(blocks.end)
+        })
+    }
 }
 
 /// Packs rows `rows` of `matrix` into `out`, which is zeroed.

@@ -12,7 +12,7 @@ use kt_core::cpu::kernel::{Outputs, Scratch, Weights};
 use kt_core::format::mx;
 use kt_core::{Format, Group};
 
-use crate::ahead::Ahead;
+use crate::ahead::{Ahead, Later};
 use crate::blocks::{Blocks, Decode, Row};
 use crate::isa::{Isa, Job};
 use crate::layout::{CHUNK, LINE, Layout, PANEL, SUPER};
@@ -251,7 +251,7 @@ impl Job for Product<'_> {
 impl Product<'_> {
     /// Does it by a number path; `layout` says how matrices are packed.
     pub fn on<I: Isa, K: Path<I>>(self, isa: I, layout: fn(Format, usize) -> Layout) {
-        let Outputs { of: weights, range, next } = self.outputs;
+        let Outputs { of: weights, range, next, next_inputs } = self.outputs;
         assert_eq!(self.out.len(), self.rows.len() * range.len(), "output of another shape");
         assert!(range.start.is_multiple_of(PANEL) && range.end <= weights.rows(), "outputs out of range");
         assert!(self.rows.end <= self.inputs.rows(), "rows out of range");
@@ -277,6 +277,7 @@ impl Product<'_> {
         // Where a block begins in each plane of a panel.
         let planes_at =
             |block: usize| [block * layout.planes[0], layout.blocks * layout.planes[0] + block * layout.planes[1]];
+        let later = Later::default();
         // A tile of some panels, the first of which begins `panel`, from block `start` on, of all rows.
         let part = |panel: &'_ [u8], start: usize, blocks: usize| {
             let group = layout.group.unwrap_or(BLOCK);
@@ -295,12 +296,13 @@ impl Product<'_> {
                 input_stride,
                 row_bytes: block_bytes,
                 blocks,
+                row_tiles: 1,
                 out: &mut [],
                 out_stride: width,
                 width: 0,
-                fetch: [std::ptr::null(); 2],
-                fetch_lines: [0; 2],
+                after: [std::ptr::null(); 2],
                 ahead: Ahead::of(n, 1),
+                later: &later,
                 sums: &mut [],
                 last: start + blocks == layout.blocks,
             }
@@ -309,13 +311,17 @@ impl Product<'_> {
         let next_panels = |done: usize, most: usize| if (width - done).div_ceil(PANEL) >= most { most } else { 1 };
         let mut done = 0;
         if const { K::STREAMS } && n <= isa.stream_rows() {
+            // They are few.
+            later.add(next_inputs.as_ptr(), next_inputs.len());
+            later.spread(1);
+            later.ask();
             while done < width {
                 let panels = next_panels(done, stream_panels::<I>(K::LIGHT, n));
                 let panel = &packed[done / PANEL * stride..];
                 let after = following(panel, panels, done);
                 let tile = Tile {
                     weights: planes_at(0).map(|at| &panel[at..]),
-                    fetch: planes_at(0).map(|at| after.wrapping_add(at)),
+                    after: planes_at(0).map(|at| after.wrapping_add(at)),
                     ahead: Ahead::of(n, panels),
                     out: &mut self.out[done..],
                     width: (width - done).min(panels * PANEL),
@@ -339,8 +345,11 @@ impl Product<'_> {
         let sums = if I::TILES { SUMS_SIZE } else { 0 };
         let buffer = self.scratch.panel.get(sums + if unpack { most_panels * unpacked_stride } else { 0 });
         let (sums, buffer) = buffer.split_at_mut(sums);
-        // Tiles of rows that differ by one row at most.
+        // Tiles of rows that differ by one row at most: `larger` of one row more, then the others.
         let tiles = n.div_ceil(K::ROWS);
+        let (rows, larger) = (n / tiles, n % tiles);
+        // A unit that multiplies tiles has other ones.
+        let together = |tiles: usize| if I::TILES { 1 } else { tiles };
         while done < width {
             let panels = next_panels(done, most_panels);
             let panel = &packed[done / PANEL * stride..];
@@ -357,34 +366,44 @@ impl Product<'_> {
                         isa.run(Unpack::<K::Lines> { from, to, lines: PhantomData });
                     }
                 }
-                // What comes next, a piece with each block of each tile: the next columns, or the first ones of the next panels.
-                let (ahead, ahead_blocks) = if start + blocks < layout.blocks {
-                    let after = planes_at(start + blocks).map(|at| panel.as_ptr().wrapping_add(at));
-                    (after, most_blocks.min(layout.blocks - start - blocks))
-                } else {
-                    let after = following(panel, panels, done);
-                    (planes_at(0).map(|at| after.wrapping_add(at)), most_blocks)
+                // What comes next: the next columns, or the first ones of the next panels, and part of the next inputs.
+                let (ahead, start_ahead) = match start + blocks {
+                    next if next < layout.blocks => (panel.as_ptr(), next),
+                    _ => (following(panel, panels, done), 0),
                 };
-                let fetch_lines = layout.planes.map(|bytes| (ahead_blocks * bytes).div_ceil(LINE * tiles * blocks));
-                for i in 0..tiles {
-                    let rows = n * i / tiles..n * (i + 1) / tiles;
-                    let part = part(panel, start, blocks);
-                    let mut fetch = ahead;
-                    for (fetch, lines) in fetch.iter_mut().zip(fetch_lines) {
-                        *fetch = fetch.wrapping_add(i * blocks * lines * LINE);
+                let blocks_ahead = most_blocks.min(layout.blocks - start_ahead);
+                later.clear();
+                for p in 0..panels {
+                    let at = ahead.wrapping_add(p * stride);
+                    for part in layout.parts(start_ahead..start_ahead + blocks_ahead) {
+                        later.add(at.wrapping_add(part.start), part.len());
                     }
+                }
+                if start == 0 {
+                    let part = |done: usize| next_inputs.len() * done.min(width) / width;
+                    let part = &next_inputs[part(done)..part(done + panels * PANEL)];
+                    later.add(part.as_ptr(), part.len());
+                }
+                later.spread(tiles * blocks);
+                let mut first = 0;
+                while first < n {
+                    let (rows, row_tiles) = match larger * (rows + 1) {
+                        end if first < end => (rows + 1, together((end - first) / (rows + 1))),
+                        _ => (rows, together((n - first) / rows)),
+                    };
+                    let part = part(panel, start, blocks);
                     let tile = Tile {
                         weights: if unpack { [&*buffer, &[]] } else { here.map(|at| &panel[at..]) },
                         weight_stride: if unpack { unpacked_stride } else { stride },
-                        inputs: &part.inputs[rows.start * block_bytes..],
-                        out: &mut self.out[rows.start * width + done..],
+                        inputs: &part.inputs[first * block_bytes..],
+                        out: &mut self.out[first * width + done..],
                         width: (width - done).min(panels * PANEL),
-                        fetch,
-                        fetch_lines,
+                        row_tiles,
                         sums,
                         ..part
                     };
-                    K::cached(isa, rows.len(), panels, tile);
+                    K::cached(isa, rows, panels, tile);
+                    first += rows * row_tiles;
                 }
             }
             done += panels * PANEL;
@@ -419,6 +438,7 @@ impl Product<'_> {
         let (sums, buffer) = self.scratch.panel.get(sums + most_panels * stride).split_at_mut(sums);
         let tiles = if few { 1 } else { n.div_ceil(<Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::ROWS) };
         let mut rows = [Row::EMPTY; PANEL];
+        let later = Later::default();
         let mut done = 0;
         while n > 0 && done < width {
             let panels = if (width - done).div_ceil(PANEL) >= most_panels { most_panels } else { 1 };
@@ -453,12 +473,13 @@ impl Product<'_> {
                         input_stride,
                         row_bytes: block_bytes,
                         blocks: now * SUPER / BLOCK,
+                        row_tiles: 1,
                         out: &mut self.out[rows.start * width + done..],
                         out_stride: width,
                         width: (width - done).min(panels * PANEL),
-                        fetch: [buffer.as_ptr(); 2],
-                        fetch_lines: [0; 2],
+                        after: [buffer.as_ptr(); 2],
                         ahead: Ahead::of(n, 1),
+                        later: &later,
                         sums,
                         last: start + now == columns,
                     };

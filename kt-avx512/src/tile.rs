@@ -16,13 +16,13 @@ use std::marker::PhantomData;
 
 use kt_core::cpu::input::BLOCK;
 
-use crate::ahead::{Ahead, prefetch_later};
+use crate::ahead::{Ahead, Later};
 use crate::isa::{Isa, Job};
 use crate::layout::{LINE, PANEL, SUPER};
 use crate::lines::{Codes, Floats, SHIFTED, Scale};
 use crate::tiled::{CHAIN, SUMS_BYTES};
 
-/// What a register tile reads and writes: `blocks` blocks of 128 columns of it.
+/// What register tiles read and write that follow each other in rows: `blocks` blocks of 128 columns of it.
 pub struct Tile<'a> {
     /// Both planes of lines of the first panel, from its first block; those of panel `p` begin at `p * weight_stride`. Or the sums of
     /// the first row, those of row `r` [`LINE`] bytes times `r` on, those of the next span of columns [`SUMS_BYTES`].
@@ -53,19 +53,20 @@ pub struct Tile<'a> {
     pub row_bytes: usize,
     /// Blocks of 128 columns.
     pub blocks: usize,
+    /// How many tiles there are, of as many rows each.
+    pub row_tiles: usize,
     /// Row `r`, output `j` goes to `r * out_stride + j`.
     pub out: &'a mut [f32],
     /// See `out`.
     pub out_stride: usize,
     /// Outputs to write: the last panel may be cut.
     pub width: usize,
-    /// What to ask for meanwhile, of each plane. When lines stream: the lines that follow the last ones of the first panel. Else: lines
-    /// for later, so many for each block and panel; those of panel `p` begin `p * panel_stride` bytes on.
-    pub fetch: [*const u8; 2],
-    /// See `fetch`.
-    pub fetch_lines: [usize; 2],
+    /// When lines stream: those that follow the last ones of the first panel, of each plane.
+    pub after: [*const u8; 2],
     /// How lines are asked for that stream.
     pub ahead: Ahead,
+    /// What to ask for meanwhile, some with each block of each tile, when lines are in the cache.
+    pub later: &'a Later,
     /// Memory for the sums of a tile unit, if there is one.
     pub sums: &'a mut [u8],
     /// Whether these are the last columns, so that the scales of outputs are due. If `first_block` is not 0, `out` holds the totals
@@ -82,10 +83,11 @@ struct Reads {
 }
 
 impl Tile<'_> {
-    /// Checks that everything that a tile of `r` x `p` reads and writes is there.
+    /// Checks that everything that tiles of `r` x `p` read and write is there.
     #[inline(always)]
     fn check(&self, r: usize, p: usize, block_bytes: [usize; 2], reads: Reads) {
-        assert!(self.blocks > 0);
+        assert!(self.blocks > 0 && self.row_tiles > 0);
+        let r = r * self.row_tiles;
         for (weights, block_bytes) in self.weights.iter().zip(block_bytes) {
             assert!(block_bytes == 0 || weights.len() >= (p - 1) * self.weight_stride + self.blocks * block_bytes);
         }
@@ -98,7 +100,7 @@ impl Tile<'_> {
     /// From a line or scale of plane `i` to where it is in the panels that follow.
     #[inline(always)]
     fn following(&self, i: usize) -> usize {
-        self.fetch[i].addr().wrapping_sub(self.weights[i].as_ptr().addr())
+        self.after[i].addr().wrapping_sub(self.weights[i].as_ptr().addr())
     }
 
     /// From a line of a block to the line that is to be prefetched, in each plane.
@@ -122,28 +124,15 @@ impl Tile<'_> {
         assert!(self.weights[0].len() >= (spans - 1) * SUMS_BYTES + (p - 1) * self.weight_stride + r * LINE);
     }
 
-    /// Asks for the lines that go with a block of `p` panels.
+    /// The totals to go on from, of the tile that begins with row `first`.
     #[inline(always)]
-    pub(crate) fn fetch(&self, panels: usize, block: usize) {
-        for p in 0..panels {
-            for (fetch, lines) in self.fetch.iter().zip(self.fetch_lines) {
-                let at = fetch.wrapping_add(p * self.panel_stride + block * lines * LINE);
-                for l in 0..lines {
-                    prefetch_later(at.wrapping_add(l * LINE));
-                }
-            }
-        }
-    }
-
-    /// The totals to go on from.
-    #[inline(always)]
-    fn begin<I: Isa, const R: usize, const P: usize>(&self, isa: I) -> [[I::Flt; P]; R] {
+    fn begin<I: Isa, const R: usize, const P: usize>(&self, isa: I, first: usize) -> [[I::Flt; P]; R] {
         let mut total = [[isa.zero(); P]; R];
         if self.first_block > 0 {
             for (r, total) in total.iter_mut().enumerate() {
                 for (p, total) in total.iter_mut().enumerate() {
-                    // SAFETY: `check` saw that `width` outputs of R rows fit, and that all panels begin before `width`.
-                    let from = unsafe { self.out.as_ptr().add(r * self.out_stride + p * PANEL) };
+                    // SAFETY: `check` saw that `width` outputs of all rows fit, and that all panels begin before `width`.
+                    let from = unsafe { self.out.as_ptr().add((first + r) * self.out_stride + p * PANEL) };
                     // SAFETY: as above; cut at `width`.
                     *total = unsafe { isa.load_first(from, self.width - p * PANEL) };
                 }
@@ -152,11 +141,13 @@ impl Tile<'_> {
         total
     }
 
-    /// Writes the totals, at the end times `up`, and times the scales of outputs, if there are such.
+    /// Writes the totals of the tile that begins with row `first`, at the end times `up`, and times the scales of outputs, if there are
+    /// such.
     #[inline(always)]
     fn end<I: Isa, const R: usize, const P: usize>(
-        self,
+        &mut self,
         isa: I,
+        first: usize,
         total: [[I::Flt; P]; R],
         output_scales: bool,
         up: f32,
@@ -172,8 +163,8 @@ impl Tile<'_> {
                     // SAFETY: `check` saw the scales of P panels.
                     v = isa.mul(v, isa.as_f32(unsafe { isa.load(at) }));
                 }
-                // SAFETY: `check` saw that `width` outputs of R rows fit, and that all panels begin before `width`.
-                let to = unsafe { self.out.as_mut_ptr().add(r * self.out_stride + p * PANEL) };
+                // SAFETY: `check` saw that `width` outputs of all rows fit, and that all panels begin before `width`.
+                let to = unsafe { self.out.as_mut_ptr().add((first + r) * self.out_stride + p * PANEL) };
                 // SAFETY: as above; cut at `width`.
                 unsafe { isa.store_first(to, self.width - p * PANEL, v) };
             }
@@ -204,7 +195,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
 {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
-        let t = self.tile;
+        let mut t = self.tile;
         const { assert!(WG.is_multiple_of(XG) && (!S::MINIMA || WG == XG) && !(S::MINIMA && S::ZEROS)) };
         const { assert!(!S::POWERS || WG == XG && !S::MINIMA) };
         // A shift is for all rows, a subtraction for each: from three rows on it is less.
@@ -226,207 +217,214 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         }
         t.check(R, P, block_bytes, Reads { scales, input: input_bytes });
         if L::SUMMED {
+            assert!(t.row_tiles == 1);
             t.check_sums(R, P, t.blocks * (BLOCK / XG));
         }
 
-        // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of R rows, and the
+        // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of all rows, and the
         // records of all groups, and of all groups of groups.
         let table = L::table(isa);
         let offset = isa.splat(if L::SPAN == 0 { I::WIDE_OFFSET } else { 0 });
         let words = isa.splat(0xffff);
-        let mut zeros = [isa.splat(0); P];
-        let mut total = t.begin::<I, R, P>(isa);
-        let mut line = [t.weights[0].as_ptr(), t.weights[1].as_ptr()];
-        let mut x = t.inputs.as_ptr();
-        let mut record = t.panel.as_ptr().wrapping_add(t.group_at);
-        let mut left = t.group_left;
-        for block in 0..t.blocks {
-            let ahead = if STREAM { t.ahead::<P>(block, block_bytes) } else { [0; 2] };
-            if !STREAM && !L::SUMMED {
-                t.fetch(P, block);
-            }
-            let super_at = t.supers_at + (t.first_block + block) * BLOCK / SUPER * S::SUPER;
-            let above = t.panel.as_ptr().wrapping_add(if S::SUPER > 0 { super_at } else { 0 });
-            for c in 0..BLOCK / columns {
-                let mut part = [[isa.zero(); P]; R];
-                for g in 0..columns / XG {
-                    let k = c * columns + g * XG;
-                    if S::ZEROS && g == 0 {
-                        for (p, zero) in zeros.iter_mut().enumerate() {
+        for tile in 0..t.row_tiles {
+            let first = tile * R;
+            let mut zeros = [isa.splat(0); P];
+            let mut total = t.begin::<I, R, P>(isa, first);
+            let mut line = [t.weights[0].as_ptr(), t.weights[1].as_ptr()];
+            let mut x = t.inputs.as_ptr().wrapping_add(first * input_bytes);
+            let mut record = t.panel.as_ptr().wrapping_add(t.group_at);
+            let mut left = t.group_left;
+            for block in 0..t.blocks {
+                let ahead = if STREAM { t.ahead::<P>(block, block_bytes) } else { [0; 2] };
+                if !STREAM && !L::SUMMED {
+                    t.later.ask();
+                }
+                let super_at = t.supers_at + (t.first_block + block) * BLOCK / SUPER * S::SUPER;
+                let above = t.panel.as_ptr().wrapping_add(if S::SUPER > 0 { super_at } else { 0 });
+                for c in 0..BLOCK / columns {
+                    let mut part = [[isa.zero(); P]; R];
+                    for g in 0..columns / XG {
+                        let k = c * columns + g * XG;
+                        if S::ZEROS && g == 0 {
+                            for (p, zero) in zeros.iter_mut().enumerate() {
+                                let at = record.wrapping_add(p * t.panel_stride);
+                                if shifts {
+                                    // SAFETY: the record of this group of panel `p`, in bounds as said above.
+                                    *zero = unsafe { S::shift(isa, at) };
+                                    continue;
+                                }
+                                // SAFETY: as above.
+                                let z = unsafe { S::zeros(isa, at) };
+                                *zero = isa.and(isa.sub(offset, z), words);
+                            }
+                        }
+                        let mut sums = [[isa.splat(0); P]; R];
+                        if !S::MINIMA {
+                            for (r, sums) in sums.iter_mut().enumerate() {
+                                // SAFETY: a sum of codes of row `r`, in bounds as said above.
+                                let mut codes =
+                                    unsafe { isa.load_dword(x.add(r * input_bytes + sums_at + k / XG * 4)) };
+                                if shifts {
+                                    const { assert!(SHIFTED == 16) };
+                                    codes = isa.sub(isa.splat(0), isa.times_16(codes));
+                                }
+                                for (sum, &zero) in sums.iter_mut().zip(&zeros) {
+                                    // Such a sum fits a word, and the upper words of `zeros` are 0.
+                                    *sum = if S::ZEROS && !shifts { isa.madd(zero, codes) } else { codes };
+                                }
+                            }
+                        }
+                        if L::SUMMED {
+                            for (r, sums) in sums.iter_mut().enumerate() {
+                                for (p, sum) in sums.iter_mut().enumerate() {
+                                    let at = line[0].wrapping_add(p * t.weight_stride + r * LINE);
+                                    // SAFETY: a sum of row `r` and panel `p`, in bounds as said above.
+                                    *sum = isa.add(*sum, unsafe { isa.load(at) });
+                                }
+                            }
+                            line[0] = line[0].wrapping_add(SUMS_BYTES);
+                        }
+                        let span = if L::SPAN == 0 || L::SPAN > XG { XG } else { L::SPAN };
+                        let steps = span / 4 / L::OPERANDS;
+                        for s in 0..if L::SUMMED { 0 } else { XG / span } {
+                            let mut acc = sums;
+                            if L::SPAN > 0 {
+                                for acc in acc.iter_mut() {
+                                    for acc in acc.iter_mut() {
+                                        *acc = isa.narrow_begin(*acc);
+                                    }
+                                }
+                            }
+                            for j in 0..steps {
+                                let mut w = [[isa.splat(0); 2]; P];
+                                for (p, w) in w.iter_mut().enumerate() {
+                                    let at = line.map(|line| line.wrapping_add(p * t.weight_stride));
+                                    for i in 0..2 {
+                                        // Once a line.
+                                        if STREAM
+                                            && L::PLANES[i] > 0
+                                            && ((s * steps + j) * L::PLANES[i]).is_multiple_of(LINE)
+                                        {
+                                            t.ahead.ask(at[i].wrapping_add(ahead[i]));
+                                        }
+                                    }
+                                    // SAFETY: the next step of panel `p`, in bounds as said above.
+                                    *w = unsafe { L::operands(isa, table, at) };
+                                    if shifts {
+                                        // No sum of bytes exceeds one.
+                                        *w = w.map(|w| isa.add(w, zeros[p]));
+                                    }
+                                }
+                                line = [line[0].wrapping_add(L::PLANES[0]), line[1].wrapping_add(L::PLANES[1])];
+                                for l in 0..L::OPERANDS {
+                                    let k = k + s * span + (j * L::OPERANDS + l) * 4;
+                                    if L::SPAN == 0 {
+                                        let mut wide = [isa.wide(w[0][l]); P];
+                                        for (wide, w) in wide.iter_mut().zip(&w) {
+                                            *wide = isa.wide(w[l]);
+                                        }
+                                        for (r, acc) in acc.iter_mut().enumerate() {
+                                            // SAFETY: four codes of row `r`, in bounds as said above.
+                                            let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
+                                            for (acc, &w) in acc.iter_mut().zip(&wide) {
+                                                *acc = isa.dot_wide(*acc, w, x);
+                                            }
+                                        }
+                                    } else {
+                                        for (r, acc) in acc.iter_mut().enumerate() {
+                                            // SAFETY: four codes of row `r`, in bounds as said above.
+                                            let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
+                                            for (acc, w) in acc.iter_mut().zip(&w) {
+                                                *acc = isa.dot_narrow(*acc, w[l], x);
+                                            }
+                                        }
+                                    }
+                                }
+                            }
+                            if L::SPAN > 0 {
+                                for (sums, acc) in sums.iter_mut().zip(&acc) {
+                                    for (sum, &acc) in sums.iter_mut().zip(acc) {
+                                        *sum = isa.narrow_end(*sum, acc);
+                                    }
+                                }
+                            } else {
+                                sums = acc;
+                            }
+                        }
+                        for (r, sums) in sums.iter().enumerate() {
+                            // SAFETY: a scale of row `r`, in bounds as said above.
+                            let x_scale = unsafe { isa.load_f32(x.add(r * input_bytes + BLOCK + k / XG * 4)) };
+                            for p in 0..P {
+                                let sum = isa.to_f32(sums[p]);
+                                if WG == 0 {
+                                    total[r][p] = isa.mul_add(sum, x_scale, total[r][p]);
+                                } else if S::POWERS {
+                                    // Scaled below: by the weights' scale first, which is exact.
+                                    part[r][p] = sum;
+                                } else {
+                                    let first = g == 0;
+                                    let part = &mut part[r][p];
+                                    *part =
+                                        if first { isa.mul(sum, x_scale) } else { isa.mul_add(sum, x_scale, *part) };
+                                }
+                            }
+                        }
+                    }
+                    if WG > 0 {
+                        let mut w_scale = [isa.zero(); P];
+                        let mut minimum = [isa.zero(); P];
+                        for p in 0..P {
                             let at = record.wrapping_add(p * t.panel_stride);
-                            if shifts {
-                                // SAFETY: the record of this group of panel `p`, in bounds as said above.
-                                *zero = unsafe { S::shift(isa, at) };
+                            let above = above.wrapping_add(p * t.panel_stride);
+                            // SAFETY: the record of this group of panel `p`, and the one above it, in bounds as said above.
+                            w_scale[p] = unsafe { S::load(isa, at, above) };
+                            if S::MINIMA {
+                                // SAFETY: as above.
+                                minimum[p] = unsafe { S::minima(isa, at, above) };
+                            }
+                            if STREAM {
+                                t.ahead.ask(at.wrapping_add(t.following(0)));
+                            }
+                        }
+                        left -= WG;
+                        if left == 0 {
+                            left = t.group;
+                            record = record.wrapping_add(S::RECORD);
+                        }
+                        // With few rows, a multiplication each is less than what it takes to do without.
+                        let by_power = S::POWERS && R > 2;
+                        if by_power {
+                            w_scale = w_scale.map(|scale| isa.power(scale));
+                        }
+                        for (r, (total, part)) in total.iter_mut().zip(&part).enumerate() {
+                            if S::POWERS {
+                                // SAFETY: a scale of row `r`, in bounds as said above.
+                                let x_scale = unsafe { isa.load_f32(x.add(r * input_bytes + BLOCK + c * 4)) };
+                                for p in 0..P {
+                                    let (part, scale) = (part[p], w_scale[p]);
+                                    let part =
+                                        if by_power { isa.times_power(part, scale) } else { isa.mul(part, scale) };
+                                    total[p] = isa.mul_add(part, x_scale, total[p]);
+                                }
                                 continue;
                             }
-                            // SAFETY: as above.
-                            let z = unsafe { S::zeros(isa, at) };
-                            *zero = isa.and(isa.sub(offset, z), words);
-                        }
-                    }
-                    let mut sums = [[isa.splat(0); P]; R];
-                    if !S::MINIMA {
-                        for (r, sums) in sums.iter_mut().enumerate() {
-                            // SAFETY: a sum of codes of row `r`, in bounds as said above.
-                            let mut codes = unsafe { isa.load_dword(x.add(r * input_bytes + sums_at + k / XG * 4)) };
-                            if shifts {
-                                const { assert!(SHIFTED == 16) };
-                                codes = isa.sub(isa.splat(0), isa.times_16(codes));
+                            for p in 0..P {
+                                total[p] = isa.mul_add(part[p], w_scale[p], total[p]);
                             }
-                            for (sum, &zero) in sums.iter_mut().zip(&zeros) {
-                                // Such a sum fits a word, and the upper words of `zeros` are 0.
-                                *sum = if S::ZEROS && !shifts { isa.madd(zero, codes) } else { codes };
-                            }
-                        }
-                    }
-                    if L::SUMMED {
-                        for (r, sums) in sums.iter_mut().enumerate() {
-                            for (p, sum) in sums.iter_mut().enumerate() {
-                                let at = line[0].wrapping_add(p * t.weight_stride + r * LINE);
-                                // SAFETY: a sum of row `r` and panel `p`, in bounds as said above.
-                                *sum = isa.add(*sum, unsafe { isa.load(at) });
-                            }
-                        }
-                        line[0] = line[0].wrapping_add(SUMS_BYTES);
-                    }
-                    let span = if L::SPAN == 0 || L::SPAN > XG { XG } else { L::SPAN };
-                    let steps = span / 4 / L::OPERANDS;
-                    for s in 0..if L::SUMMED { 0 } else { XG / span } {
-                        let mut acc = sums;
-                        if L::SPAN > 0 {
-                            for acc in acc.iter_mut() {
-                                for acc in acc.iter_mut() {
-                                    *acc = isa.narrow_begin(*acc);
+                            if S::MINIMA {
+                                // SAFETY: a sum of inputs of row `r`, in bounds as said above.
+                                let sum = unsafe { isa.load_f32(x.add(r * input_bytes + sums_at + c * 4)) };
+                                for p in 0..P {
+                                    total[p] = isa.mul_add(sum, minimum[p], total[p]);
                                 }
-                            }
-                        }
-                        for j in 0..steps {
-                            let mut w = [[isa.splat(0); 2]; P];
-                            for (p, w) in w.iter_mut().enumerate() {
-                                let at = line.map(|line| line.wrapping_add(p * t.weight_stride));
-                                for i in 0..2 {
-                                    // Once a line.
-                                    if STREAM
-                                        && L::PLANES[i] > 0
-                                        && ((s * steps + j) * L::PLANES[i]).is_multiple_of(LINE)
-                                    {
-                                        t.ahead.ask(at[i].wrapping_add(ahead[i]));
-                                    }
-                                }
-                                // SAFETY: the next step of panel `p`, in bounds as said above.
-                                *w = unsafe { L::operands(isa, table, at) };
-                                if shifts {
-                                    // No sum of bytes exceeds one.
-                                    *w = w.map(|w| isa.add(w, zeros[p]));
-                                }
-                            }
-                            line = [line[0].wrapping_add(L::PLANES[0]), line[1].wrapping_add(L::PLANES[1])];
-                            for l in 0..L::OPERANDS {
-                                let k = k + s * span + (j * L::OPERANDS + l) * 4;
-                                if L::SPAN == 0 {
-                                    let mut wide = [isa.wide(w[0][l]); P];
-                                    for (wide, w) in wide.iter_mut().zip(&w) {
-                                        *wide = isa.wide(w[l]);
-                                    }
-                                    for (r, acc) in acc.iter_mut().enumerate() {
-                                        // SAFETY: four codes of row `r`, in bounds as said above.
-                                        let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
-                                        for (acc, &w) in acc.iter_mut().zip(&wide) {
-                                            *acc = isa.dot_wide(*acc, w, x);
-                                        }
-                                    }
-                                } else {
-                                    for (r, acc) in acc.iter_mut().enumerate() {
-                                        // SAFETY: four codes of row `r`, in bounds as said above.
-                                        let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
-                                        for (acc, w) in acc.iter_mut().zip(&w) {
-                                            *acc = isa.dot_narrow(*acc, w[l], x);
-                                        }
-                                    }
-                                }
-                            }
-                        }
-                        if L::SPAN > 0 {
-                            for (sums, acc) in sums.iter_mut().zip(&acc) {
-                                for (sum, &acc) in sums.iter_mut().zip(acc) {
-                                    *sum = isa.narrow_end(*sum, acc);
-                                }
-                            }
-                        } else {
-                            sums = acc;
-                        }
-                    }
-                    for (r, sums) in sums.iter().enumerate() {
-                        // SAFETY: a scale of row `r`, in bounds as said above.
-                        let x_scale = unsafe { isa.load_f32(x.add(r * input_bytes + BLOCK + k / XG * 4)) };
-                        for p in 0..P {
-                            let sum = isa.to_f32(sums[p]);
-                            if WG == 0 {
-                                total[r][p] = isa.mul_add(sum, x_scale, total[r][p]);
-                            } else if S::POWERS {
-                                // Scaled below: by the weights' scale first, which is exact.
-                                part[r][p] = sum;
-                            } else {
-                                let first = g == 0;
-                                let part = &mut part[r][p];
-                                *part = if first { isa.mul(sum, x_scale) } else { isa.mul_add(sum, x_scale, *part) };
                             }
                         }
                     }
                 }
-                if WG > 0 {
-                    let mut w_scale = [isa.zero(); P];
-                    let mut minimum = [isa.zero(); P];
-                    for p in 0..P {
-                        let at = record.wrapping_add(p * t.panel_stride);
-                        let above = above.wrapping_add(p * t.panel_stride);
-                        // SAFETY: the record of this group of panel `p`, and the one above it, in bounds as said above.
-                        w_scale[p] = unsafe { S::load(isa, at, above) };
-                        if S::MINIMA {
-                            // SAFETY: as above.
-                            minimum[p] = unsafe { S::minima(isa, at, above) };
-                        }
-                        if STREAM {
-                            t.ahead.ask(at.wrapping_add(t.following(0)));
-                        }
-                    }
-                    left -= WG;
-                    if left == 0 {
-                        left = t.group;
-                        record = record.wrapping_add(S::RECORD);
-                    }
-                    // With few rows, a multiplication each is less than what it takes to do without.
-                    let by_power = S::POWERS && R > 2;
-                    if by_power {
-                        w_scale = w_scale.map(|scale| isa.power(scale));
-                    }
-                    for (r, (total, part)) in total.iter_mut().zip(&part).enumerate() {
-                        if S::POWERS {
-                            // SAFETY: a scale of row `r`, in bounds as said above.
-                            let x_scale = unsafe { isa.load_f32(x.add(r * input_bytes + BLOCK + c * 4)) };
-                            for p in 0..P {
-                                let (part, scale) = (part[p], w_scale[p]);
-                                let part = if by_power { isa.times_power(part, scale) } else { isa.mul(part, scale) };
-                                total[p] = isa.mul_add(part, x_scale, total[p]);
-                            }
-                            continue;
-                        }
-                        for p in 0..P {
-                            total[p] = isa.mul_add(part[p], w_scale[p], total[p]);
-                        }
-                        if S::MINIMA {
-                            // SAFETY: a sum of inputs of row `r`, in bounds as said above.
-                            let sum = unsafe { isa.load_f32(x.add(r * input_bytes + sums_at + c * 4)) };
-                            for p in 0..P {
-                                total[p] = isa.mul_add(sum, minimum[p], total[p]);
-                            }
-                        }
-                    }
-                }
+                x = x.wrapping_add(t.input_stride);
             }
-            x = x.wrapping_add(t.input_stride);
+            t.end(isa, first, total, S::OUTPUTS, 1.0);
         }
-        t.end(isa, total, S::OUTPUTS, 1.0);
     }
 }
 
@@ -465,10 +463,11 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
     for FloatTile<'_, L, SCALED, STREAM, R, P>
 {
     #[inline(always)]
-    fn go<I: Isa>(self, isa: I) {
+    fn go<I: Isa>(mut self, isa: I) {
         // Registers: of inputs, one for each of 4 columns of a row; of weights, 4 or 8 for each panel.
         if const { STREAM && SCALED != scaled::NO && I::FP8_UP != 1.0 && R < if I::LARGE { P } else { 2 * P } } {
-            let total = self.total::<I, true>(isa);
+            assert!(self.tile.row_tiles == 1);
+            let total = self.total::<I, true>(isa, 0);
             let mut beyond = isa.zero();
             for total in &total {
                 for &v in total {
@@ -476,13 +475,15 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                 }
             }
             if isa.largest(isa.as_int(isa.abs(beyond))) == 0 {
-                self.end(isa, total);
+                self.end(isa, 0, total);
             } else {
                 again(isa, WeightsUp(self));
             }
         } else {
-            let total = self.total::<I, false>(isa);
-            self.end(isa, total);
+            for tile in 0..self.tile.row_tiles {
+                let total = self.total::<I, false>(isa, tile * R);
+                self.end(isa, tile * R, total);
+            }
         }
     }
 }
@@ -494,9 +495,9 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
     for WeightsUp<FloatTile<'_, L, SCALED, STREAM, R, P>>
 {
     #[inline(always)]
-    fn go<I: Isa>(self, isa: I) {
-        let total = self.0.total::<I, false>(isa);
-        self.0.end(isa, total);
+    fn go<I: Isa>(mut self, isa: I) {
+        let total = self.0.total::<I, false>(isa, 0);
+        self.0.end(isa, 0, total);
     }
 }
 
@@ -554,11 +555,12 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let t = &self.tile;
         let (span, record) = scaled::span(SCALED);
         let spans = if record > 0 { t.blocks * (BLOCK / span) } else { 1 };
+        assert!(t.row_tiles == 1);
         t.check(R, P, [0; 2], Reads { scales: self.scales(), input: 0 });
         t.check_sums(R, P, spans);
 
         // From here on every read is in bounds: there is a sum and a scale for every span.
-        let mut total = if record > 0 { t.begin::<I, R, P>(isa) } else { [[isa.zero(); P]; R] };
+        let mut total = if record > 0 { t.begin::<I, R, P>(isa, 0) } else { [[isa.zero(); P]; R] };
         let mut at = t.weights[0].as_ptr();
         let mut scale = t.panel.as_ptr().wrapping_add(t.group_at);
         for _ in 0..spans {
@@ -582,13 +584,13 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
     }
 
     #[inline(always)]
-    fn end<I: Isa>(self, isa: I, total: [[I::Flt; P]; R]) {
-        self.tile.end(isa, total, SCALED == scaled::OUTPUTS, if SCALED == scaled::NO { 1.0 } else { I::FP8_UP });
+    fn end<I: Isa>(&mut self, isa: I, first: usize, total: [[I::Flt; P]; R]) {
+        self.tile.end(isa, first, total, SCALED == scaled::OUTPUTS, if SCALED == scaled::NO { 1.0 } else { I::FP8_UP });
     }
 
-    /// The totals; see [`FloatTile`] for `INPUTS_UP`.
+    /// The totals of the tile that begins with row `first`; see [`FloatTile`] for `INPUTS_UP`.
     #[inline(always)]
-    fn total<I: Isa, const INPUTS_UP: bool>(&self, isa: I) -> [[I::Flt; P]; R] {
+    fn total<I: Isa, const INPUTS_UP: bool>(&self, isa: I, first: usize) -> [[I::Flt; P]; R] {
         let t = &self.tile;
         if const { L::SUMMED } {
             return self.total_of_sums(isa);
@@ -601,17 +603,17 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let scales = self.scales();
         t.check(R, P, block_bytes, Reads { scales, input: input_bytes });
 
-        // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of R rows, and a
+        // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of all rows, and a
         // scale for every span.
         let table = L::table(isa);
-        let mut total = t.begin::<I, R, P>(isa);
+        let mut total = t.begin::<I, R, P>(isa, first);
         let mut line = t.weights[0].as_ptr();
-        let mut x = t.inputs.as_ptr();
+        let mut x = t.inputs.as_ptr().wrapping_add(first * input_bytes);
         let mut scale = t.panel.as_ptr().wrapping_add(t.group_at);
         for block in 0..t.blocks {
             let ahead = if STREAM { t.ahead::<P>(block, block_bytes)[0] } else { 0 };
             if !STREAM {
-                t.fetch(P, block);
+                t.later.ask();
             }
             for s in 0..BLOCK / span {
                 let mut sums = if record > 0 { [[isa.zero(); P]; R] } else { total };

@@ -108,15 +108,21 @@ pub(crate) fn cached<I: Isa>(
     let step_bytes = spans.columns.map_or(LINE, |columns| (columns * row_bytes / BLOCK).min(LINE));
     let steps = row_bytes / step_bytes;
     let row_stride = tile.row_bytes;
-    assert!(rows > 0 && rows <= 2 * TILE_ROWS && (panels == 1 || panels == 2) && tile.sums.len() == SUMS_SIZE);
+    assert!(
+        tile.row_tiles == 1
+            && rows > 0
+            && rows <= 2 * TILE_ROWS
+            && (panels == 1 || panels == 2)
+            && tile.sums.len() == SUMS_SIZE
+    );
     assert!(row_stride >= row_bytes);
     assert!(tile.weights[0].len() >= (panels - 1) * tile.weight_stride + tile.blocks * line_bytes);
     assert!(tile.inputs.len() >= (tile.blocks - 1) * tile.input_stride + rows * row_stride);
     let sums = std::mem::take(&mut tile.sums);
     for start in (0..tile.blocks).step_by(most) {
         let blocks = most.min(tile.blocks - start);
-        for block in start..start + blocks {
-            tile.fetch(panels, block);
+        for _ in 0..blocks {
+            tile.later.ask();
         }
         let from_sums = spans.columns.is_none() && tile.first_block > 0;
         if from_sums {

@@ -19,7 +19,7 @@ use bytes::Bytes;
 use super::cache::{Key, PackedCache};
 use super::input::{BLOCK, InputLayout, Inputs};
 use super::kernel::{Kernel, Outputs, Scratch, Weights};
-use super::memory::{AlignedBytes, Grid, Marks, Pages, Pieces, pages_near, residence};
+use super::memory::{AlignedBytes, Grid, Marks, Pages, Pieces, pages_near, prefetch, residence};
 use super::slice::{Columns, Sliced, cut};
 use super::team::{Buffers, Region, Team};
 use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Replacement, Residence};
@@ -33,6 +33,9 @@ use crate::work::Work;
 /// Most rows of one expert in one task: unpacked weights are then used often enough (256 times), and gate and up tiles
 /// (2 x 256 x 128 x 4 bytes) still fit a second-level cache.
 const ROWS: usize = 256;
+
+/// How many rows before a row of the output is added to, it is asked for: each is somewhere else in memory.
+const ADDED_AHEAD: usize = 4;
 
 /// The packed inputs of the tokens of one expert, side by side: what a thread gathered last.
 #[derive(Default)]
@@ -748,10 +751,16 @@ impl<K: Kernel> BankInner<K> {
                 let x = Inputs::new(down_layout, chunk.rows.len(), self.layer.intermediate, &h[chunk.h.clone()]);
                 let following = chunks.get(i + 1).map(|next| &self.experts[next.expert]);
                 let next = following.map(|next| next.weights[Proj::Down.index()].at(tile.cols.start));
-                let outputs = Outputs { next, ..expert.weights[Proj::Down.index()].outputs(tile.cols.clone()) };
+                let next_inputs = chunks.get(i + 1).map_or(&[][..], |next| &h[next.h.clone()]);
+                let outputs =
+                    Outputs { next, next_inputs, ..expert.weights[Proj::Down.index()].outputs(tile.cols.clone()) };
                 kernel.product(outputs, x, 0..chunk.rows.len(), &mut y, scratch);
                 let bias = expert.bias(Proj::Down, tile.cols.clone());
-                for (row, y) in work.rows[chunk.rows.clone()].iter().zip(y.chunks_exact_mut(width)) {
+                let rows = &work.rows[chunk.rows.clone()];
+                for (i, (row, y)) in rows.iter().zip(y.chunks_exact_mut(width)).enumerate() {
+                    if let Some(later) = rows.get(i + ADDED_AHEAD) {
+                        prefetch(tile.row(later.token as usize));
+                    }
                     if let Some(bias) = bias {
                         y.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
                     }

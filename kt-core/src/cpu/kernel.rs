@@ -83,12 +83,14 @@ pub struct Outputs<'a> {
     pub range: Range<usize>,
     /// What the same thread will probably multiply next, and from which output on: a hint, so that its weights are on their way.
     pub next: Option<(&'a Weights, usize)>,
+    /// Input rows that it will probably multiply then, if it did not just make them itself: a hint as well.
+    pub next_inputs: &'a [u8],
 }
 
 impl<'a> Outputs<'a> {
     /// Some outputs of a matrix, with nothing known of what comes next.
     pub fn new(of: &'a Weights, range: Range<usize>) -> Self {
-        Outputs { of, range, next: None }
+        Outputs { of, range, next: None, next_inputs: &[] }
     }
 }
 

@@ -55,6 +55,19 @@ impl AlignedBytes {
     }
 }
 
+/// Hints that numbers will be read soon.
+#[inline(always)]
+pub(crate) fn prefetch(numbers: &[f32]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in numbers.chunks(size_of::<Line>() / size_of::<f32>()) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: prefetching faults at no address, and SSE is part of x86-64.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = numbers;
+}
+
 /// Which pages hold packed weights. Larger ones cost fewer address translations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum HugePages {
