@@ -55,6 +55,9 @@ impl Gathered {
         let bytes = self.bytes.get(x.layout.bytes(n, x.cols));
         if self.of != of {
             for (i, &token) in tokens.iter().enumerate() {
+                if let Some(&later) = tokens.get(i + 1) {
+                    prefetch(x.token(later));
+                }
                 for (to, from) in bytes.chunks_exact_mut(n * size).zip(x.token(token).chunks_exact(size)) {
                     to[i * size..][..size].copy_from_slice(from);
                 }
@@ -759,7 +762,7 @@ impl<K: Kernel> BankInner<K> {
                 let rows = &work.rows[chunk.rows.clone()];
                 for (i, (row, y)) in rows.iter().zip(y.chunks_exact_mut(width)).enumerate() {
                     if let Some(later) = rows.get(i + ADDED_AHEAD) {
-                        prefetch(tile.row(later.token as usize));
+                        prefetch(bytemuck::cast_slice(tile.row(later.token as usize)));
                     }
                     if let Some(bias) = bias {
                         y.iter_mut().zip(bias).for_each(|(y, b)| *y += b);

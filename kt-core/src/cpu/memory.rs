@@ -55,17 +55,17 @@ impl AlignedBytes {
     }
 }
 
-/// Hints that numbers will be read soon.
+/// Hints that bytes will be read soon.
 #[inline(always)]
-pub(crate) fn prefetch(numbers: &[f32]) {
+pub(crate) fn prefetch(bytes: &[u8]) {
     #[cfg(target_arch = "x86_64")]
-    for line in numbers.chunks(size_of::<Line>() / size_of::<f32>()) {
+    for line in bytes.chunks(size_of::<Line>()) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: prefetching faults at no address, and SSE is part of x86-64.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = numbers;
+    let _ = bytes;
 }
 
 /// Which pages hold packed weights. Larger ones cost fewer address translations.
