@@ -1,7 +1,7 @@
 //! How weights and inputs are asked for before they are used.
 //!
-//! The hardware does so within a page only, and too late for lines that are unpacked. For weights that stream, which hint is best, and how far ahead, differs by CPU
-//! by more than any kernel does. Measured in layers (`PERFORMANCE.md`):
+//! The hardware does so within a page only, and too late for lines that are unpacked. For weights that stream, which hint is best, and
+//! how far ahead, differs by CPU by more than any kernel does. Measured in layers (`PERFORMANCE.md`):
 //!
 //! | CPU | streams of a tile | hint | ahead |
 //! | --- | --- | --- | --- |
@@ -150,12 +150,13 @@ mod tests {
             let later = Later::default();
             lengths.iter().for_each(|&n| later.add(bytes.as_ptr(), n));
             later.spread(times);
-            let (left, lines) = (|| later.len.get() - later.next.get(), later.each.get());
+            let lines: usize = later.ranges.iter().map(|range| range.get().1).sum();
+            let asked = || lines - later.ranges.iter().map(|range| range.get().1).sum::<usize>();
             for time in 1..=times {
-                assert!(left() > 0 || lengths.is_empty() || lines * (time - 1) >= lengths.iter().sum::<usize>() / LINE);
                 later.ask();
+                assert_eq!(asked(), lines.min(time * lines.div_ceil(times)), "{lengths:?}, {time} of {times}");
             }
-            assert_eq!(left(), 0, "{lengths:?} in {times}");
+            assert_eq!(later.next, later.len, "{lengths:?} in {times}");
         }
     }
 

@@ -28,6 +28,9 @@ const CACHED: usize = 32 << 10;
 /// The same where few rows pass over them: there is more to do with each line before it is written than after.
 const FEW: usize = 8 << 10;
 
+/// Bytes of the next inputs that are asked for at once when few rows stream: as much as they are, if they are few as well.
+const AT_ONCE: usize = 8 << 10;
+
 /// A number path with a way of storing lines: which register tiles it has.
 pub trait Path<I: Isa> {
     /// How its lines are stored.
@@ -311,8 +314,7 @@ impl Product<'_> {
         let next_panels = |done: usize, most: usize| if (width - done).div_ceil(PANEL) >= most { most } else { 1 };
         let mut done = 0;
         if const { K::STREAMS } && n <= isa.stream_rows() {
-            // They are few.
-            later.add(next_inputs.as_ptr(), next_inputs.len());
+            later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
             later.spread(1);
             later.ask();
             while done < width {
