@@ -8,6 +8,7 @@
 //! | AMD Zen 5 | any | to the first level, past the others | 4 KiB; 8 KiB from three rows on |
 //! | AMD Zen 4 | several panels, or five rows and more | to the second level | 8 KiB |
 //! | AMD Zen 4 | one panel, up to four rows | to the first level, past the others | 4 KiB |
+//! | AMD Zen 4 | one panel of integers, one row | to the second level | 2 KiB |
 //! | others | as Zen 4, not measured | | |
 
 #![allow(unsafe_code)] // hints, and what the CPU is
@@ -28,11 +29,14 @@ pub struct Ahead {
 }
 
 impl Ahead {
-    /// For tiles of so many rows and panels.
-    pub(crate) fn of(rows: usize, panels: usize) -> Ahead {
+    /// For tiles of so many rows and panels, of `integers` or other numbers.
+    pub(crate) fn of(rows: usize, panels: usize, integers: bool) -> Ahead {
         /// Family 1Ah; 19h is Zen 3 and 4.
         const ZEN5: u32 = 0x1a;
         static IS_ZEN5: LazyLock<bool> = LazyLock::new(|| amd_family() == Some(ZEN5));
+        if !*IS_ZEN5 && integers && (rows, panels) == (1, 1) {
+            return Ahead { second: true, bytes: 2 << 10 };
+        }
         let second = !*IS_ZEN5 && (panels > 1 || rows > 4);
         let far = second || *IS_ZEN5 && rows > 2;
         Ahead { second, bytes: if far { 8 << 10 } else { 4 << 10 } }
@@ -135,11 +139,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn few_rows_of_one_panel_are_asked_for_alike_everywhere() {
-        assert_eq!(Ahead::of(1, 1), Ahead { second: false, bytes: 4096 });
-        for (rows, panels) in [(4, 4), (8, 1)] {
-            let ahead = Ahead::of(rows, panels);
-            assert!(ahead.bytes == 8192 && ahead.second != (amd_family() == Some(0x1a)), "{ahead:?}");
+    fn the_hint_is_as_the_table_says() {
+        let zen5 = amd_family() == Some(0x1a);
+        for integers in [false, true] {
+            assert_eq!(Ahead::of(2, 1, integers), Ahead { second: false, bytes: 4096 });
+            for (rows, panels) in [(4, 4), (8, 1)] {
+                assert_eq!(Ahead::of(rows, panels, integers), Ahead { second: !zen5, bytes: 8192 });
+            }
+            let near = integers && !zen5;
+            assert_eq!(Ahead::of(1, 1, integers), Ahead { second: near, bytes: if near { 2048 } else { 4096 } });
         }
     }
 

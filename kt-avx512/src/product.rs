@@ -37,6 +37,8 @@ pub trait Path<I: Isa> {
     type Lines: Lines;
     /// Rows of the largest tile over cached lines: as many as keep sums (and totals, where scales come in between) in registers.
     const ROWS: usize;
+    /// Whether products are those of integers.
+    const INTEGERS: bool;
     /// Whether lines are operands and nothing is scaled in between.
     const LIGHT: bool;
     /// Whether rows that are few stream. Integer products that do so have the same bits without a tile unit, so that code which has one
@@ -109,6 +111,7 @@ fn stream_panels<I: Isa>(light: bool, rows: usize) -> usize {
 impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for Ints<L, S, XG, WG> {
     type Lines = L;
     const ROWS: usize = if I::TILES { 2 * TILE_ROWS } else { 6 };
+    const INTEGERS: bool = true;
     const LIGHT: bool = L::OPERANDS == 1 && S::RECORD == 0;
     const STREAMS: bool = !I::TILES;
     const UNPACKED: bool = L::OPERANDS > 1 && !(L::QUICK && I::LARGE && !I::TILES);
@@ -157,6 +160,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     } else {
         12
     };
+    const INTEGERS: bool = false;
     const LIGHT: bool = L::OPERANDS == 1;
     const STREAMS: bool = true;
     const UNPACKED: bool = L::OPERANDS > 1;
@@ -304,7 +308,7 @@ impl Product<'_> {
                 out_stride: width,
                 width: 0,
                 after: [std::ptr::null(); 2],
-                ahead: Ahead::of(n, 1),
+                ahead: Ahead::of(n, 1, K::INTEGERS),
                 later: &later,
                 sums: &mut [],
                 last: start + blocks == layout.blocks,
@@ -324,7 +328,7 @@ impl Product<'_> {
                 let tile = Tile {
                     weights: planes_at(0).map(|at| &panel[at..]),
                     after: planes_at(0).map(|at| after.wrapping_add(at)),
-                    ahead: Ahead::of(n, panels),
+                    ahead: Ahead::of(n, panels, K::INTEGERS),
                     out: &mut self.out[done..],
                     width: (width - done).min(panels * PANEL),
                     ..part(panel, 0, layout.blocks)
@@ -480,7 +484,7 @@ impl Product<'_> {
                         out_stride: width,
                         width: (width - done).min(panels * PANEL),
                         after: [buffer.as_ptr(); 2],
-                        ahead: Ahead::of(n, 1),
+                        ahead: Ahead::of(n, 1, true),
                         later: &later,
                         sums,
                         last: start + now == columns,

@@ -118,6 +118,18 @@ impl Tile<'_> {
         ahead
     }
 
+    /// Asks for scales that are few, `bytes` from `at` on in each of the panels that follow. All now: a hint more in the loop takes registers
+    /// from it. Those of one panel alone are part of a single stream.
+    #[inline(always)]
+    fn ask_scales<const P: usize>(&self, at: usize, bytes: usize) {
+        for line in (0..if P > 1 { bytes } else { 0 }).step_by(LINE) {
+            for p in 0..P {
+                let here = self.panel.as_ptr().wrapping_add(p * self.panel_stride + at + line);
+                self.ahead.ask(here.wrapping_add(self.following(0)));
+            }
+        }
+    }
+
     /// Checks that all sums of `r` rows and `p` panels are there.
     #[inline(always)]
     fn check_sums(&self, r: usize, p: usize, spans: usize) {
@@ -226,6 +238,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let table = L::table(isa);
         let offset = isa.splat(if L::SPAN == 0 { I::WIDE_OFFSET } else { 0 });
         let words = isa.splat(0xffff);
+        if STREAM {
+            t.ask_scales::<P>(t.outputs_at, if S::OUTPUTS { PANEL * 4 } else { 0 });
+            t.ask_scales::<P>(t.supers_at, (t.blocks * BLOCK).div_ceil(SUPER) * S::SUPER);
+        }
         for tile in 0..t.row_tiles {
             let first = tile * R;
             let mut zeros = [isa.splat(0); P];
@@ -605,6 +621,13 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
 
         // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of all rows, and a
         // scale for every span.
+        if STREAM {
+            match SCALED {
+                scaled::NO => {}
+                scaled::OUTPUTS => t.ask_scales::<P>(t.outputs_at, PANEL * 4),
+                _ => t.ask_scales::<P>(t.group_at, t.blocks * (BLOCK / span) * record),
+            }
+        }
         let table = L::table(isa);
         let mut total = t.begin::<I, R, P>(isa, first);
         let mut line = t.weights[0].as_ptr();
