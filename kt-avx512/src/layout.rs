@@ -307,6 +307,37 @@ mod tests {
     }
 
     #[test]
+    fn parts_of_all_blocks_are_the_panel() {
+        // Two planes and records of 256 columns as well, which no format of this crate has.
+        let two = Layout {
+            planes: [1024, 256],
+            outputs_at: 9 * 1280,
+            groups_at: 9 * 1280,
+            ..Layout::new(Format::Mxfp4, 1100)
+        };
+        let two = Layout { supers_at: two.groups_at + 640, panel_bytes: two.groups_at + 640 + 320, ..two };
+        let others =
+            [(Format::Bf16, 100), (Format::Int4(Group::Of(32)), 704), (Format::Fp8Block, 2048), (Format::Mxfp8, 2880)];
+        for layout in others.map(|(format, cols)| Layout::new(format, cols)).into_iter().chain([two]) {
+            let whole = layout.parts(0..layout.blocks);
+            assert_eq!((whole[0].start, whole[3].end), (0, layout.panel_bytes), "{layout:?}");
+            assert!(whole.windows(2).all(|w| w[0].end == w[1].start), "{layout:?}");
+            let plane = layout.blocks * layout.planes[0];
+            assert_eq!((whole[0].end, whole[1].end, whole[2].end), (plane, layout.outputs_at, layout.supers_at));
+            for cut in 0..=layout.blocks {
+                let (before, after) = (layout.parts(0..cut), layout.parts(cut..layout.blocks));
+                for i in 0..4 {
+                    assert_eq!(before[i].start..after[i].end, whole[i]);
+                    assert_eq!(before[i].end, after[i].start);
+                }
+                // Lines are where products look for them.
+                assert_eq!(before[0].end, cut * layout.planes[0]);
+                assert_eq!(before[1].end, plane + cut * layout.planes[1]);
+            }
+        }
+    }
+
+    #[test]
     fn sizes_are_what_the_formats_need() {
         let bytes = |f, cols| Layout::new(f, cols).panel_bytes;
         assert_eq!(bytes(Format::Bf16, 128), 16 * 128 * 2);
