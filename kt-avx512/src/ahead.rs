@@ -115,7 +115,7 @@ impl Later {
 
 /// Hints that the line at `p` will be read later, from the second level; any address will do.
 #[inline(always)]
-fn prefetch_later(p: *const u8) {
+pub(crate) fn prefetch_later(p: *const u8) {
     // SAFETY: prefetching faults at no address, and SSE is part of x86-64.
     unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
 }

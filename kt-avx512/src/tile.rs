@@ -16,7 +16,7 @@ use std::marker::PhantomData;
 
 use kt_core::cpu::input::BLOCK;
 
-use crate::ahead::{Ahead, Later};
+use crate::ahead::{Ahead, Later, prefetch_later};
 use crate::isa::{Isa, Job};
 use crate::layout::{LINE, PANEL, SUPER};
 use crate::lines::{Codes, Floats, SHIFTED, Scale};
@@ -119,13 +119,13 @@ impl Tile<'_> {
     }
 
     /// Asks for scales that are few, `bytes` from `at` on in each of the panels that follow. All now: a hint more in the loop takes registers
-    /// from it. Those of one panel alone are part of a single stream.
+    /// from it; and to the second level, since lines of all panels come before them. Those of one panel alone are part of a single stream.
     #[inline(always)]
     fn ask_scales<const P: usize>(&self, at: usize, bytes: usize) {
         for line in (0..if P > 1 { bytes } else { 0 }).step_by(LINE) {
             for p in 0..P {
                 let here = self.panel.as_ptr().wrapping_add(p * self.panel_stride + at + line);
-                self.ahead.ask(here.wrapping_add(self.following(0)));
+                prefetch_later(here.wrapping_add(self.following(0)));
             }
         }
     }
