@@ -618,16 +618,13 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let (span, record) = scaled::span(SCALED);
         let scales = self.scales();
         t.check(R, P, block_bytes, Reads { scales, input: input_bytes });
+        if STREAM && SCALED != scaled::NO {
+            let at = if SCALED == scaled::OUTPUTS { t.outputs_at } else { t.group_at };
+            t.ask_scales::<P>(at, scales - at);
+        }
 
         // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of all rows, and a
         // scale for every span.
-        if STREAM {
-            match SCALED {
-                scaled::NO => {}
-                scaled::OUTPUTS => t.ask_scales::<P>(t.outputs_at, PANEL * 4),
-                _ => t.ask_scales::<P>(t.group_at, t.blocks * (BLOCK / span) * record),
-            }
-        }
         let table = L::table(isa);
         let mut total = t.begin::<I, R, P>(isa, first);
         let mut line = t.weights[0].as_ptr();
