@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // kernel
 
-use kt_core::cpu::input::{self, BLOCK, InputLayout, Sums, TOPS, WORTH};
+use kt_core::cpu::input::{self, BLOCK, InputLayout, Sums, TOPS, WORTH, shrink};
 
 use crate::isa::{Isa, Job};
 
@@ -31,10 +31,12 @@ impl Job for PackInput<'_> {
                 &padded
             }
         };
+        let halves = sums.of_group() == 2;
         match group {
-            16 => fours::<I, 16>(isa, x, sums, self.out),
-            32 => fours::<I, 32>(isa, x, sums, self.out),
-            BLOCK => groups::<I, BLOCK>(isa, x, sums, self.out),
+            16 if !halves => fours::<I, 16, false>(isa, x, sums, self.out),
+            32 if halves => fours::<I, 32, true>(isa, x, sums, self.out),
+            32 => fours::<I, 32, false>(isa, x, sums, self.out),
+            BLOCK if !halves => groups::<I, BLOCK>(isa, x, sums, self.out),
             _ => input::pack_block(self.layout, x, self.out),
         }
     }
@@ -49,10 +51,12 @@ fn load<I: Isa>(isa: I, x: &[f32], i: usize) -> I::Flt {
 }
 
 /// Packs a block in groups of `G` columns, 16 or 32, four at a time: what is one number for a group then is one operation for four.
+/// `HALVES`: [`Sums::Halves`] are kept.
 #[inline(always)]
-fn fours<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], kept: Sums, out: &mut [u8]) {
+fn fours<I: Isa, const G: usize, const HALVES: bool>(isa: I, x: &[f32; BLOCK], kept: Sums, out: &mut [u8]) {
     let (codes, rest) = out.split_at_mut(BLOCK);
     let (scales, sums) = rest.split_at_mut(BLOCK / G * 4);
+    let kept_bytes = if HALVES { 8 } else { 4 };
     let tops: [f32; LANES] = std::array::from_fn(|i| TOPS[i % TOPS.len()]);
     for first in (0..BLOCK / G).step_by(4) {
         let x = &x[first * G..][..4 * G];
@@ -65,14 +69,16 @@ fn fours<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], kept: Sums, out: &mut
         }
         // Lane `4 * g + t`: of group `g`, with top `t`.
         let amax = isa.as_f32(isa.four_largest(largest));
+        let amax_of = lanes(isa, amax);
         let tops = load(isa, &tops, 0);
         let all_up = lanes(isa, isa.mul(isa.div(isa.splat_f32(1.0), amax), tops));
         let all_scales = lanes(isa, isa.div(amax, tops));
         let plain = |g: usize| all_up[g * 4].is_finite() && all_scales[g * 4].is_finite();
         if !(plain(0) && plain(1) && plain(2) && plain(3)) {
             for g in first..first + 4 {
-                let parts = (&mut codes[g * G..][..G], &mut scales[g * 4..][..4], &mut sums[g * 4..][..4]);
-                one::<I, G>(isa, &x[(g - first) * G..][..G], kept, parts);
+                let kept_of = &mut sums[g * kept_bytes..][..kept_bytes];
+                let parts = (&mut codes[g * G..][..G], &mut scales[g * 4..][..4], kept_of);
+                one::<I, G, HALVES>(isa, &x[(g - first) * G..][..G], kept, parts);
             }
             continue;
         }
@@ -88,20 +94,42 @@ fn fours<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], kept: Sums, out: &mut
         }
         // No branch: which of them is best is chance.
         let best = isa.least_sums(errors, WORTH);
-        let mut rounded = [isa.splat(0); 4];
-        for (g, rounded) in rounded.iter_mut().enumerate() {
+        // Of each half of each group, where it has two; else of the first.
+        let mut rounded = [[isa.splat(0); 4]; 2];
+        let mut magnitudes = rounded;
+        for g in 0..4 {
             let up = isa.splat_f32(all_up[g * 4 + best[g]]);
             for (i, codes) in codes[(first + g) * G..][..G].chunks_exact_mut(LANES).enumerate() {
-                let v = isa.rounded(isa.mul(at(g, i), up));
+                let scaled = isa.mul(at(g, i), up);
+                let v = isa.rounded(scaled);
                 // SAFETY: 16 bytes.
                 unsafe { isa.store_i8(codes.as_mut_ptr(), v) };
-                *rounded = isa.add(*rounded, v);
+                let half = if HALVES { i * 2 / (G / LANES) } else { 0 };
+                rounded[half][g] = isa.add(rounded[half][g], v);
+                if HALVES {
+                    magnitudes[half][g] = isa.add(magnitudes[half][g], isa.rounded(isa.abs(scaled)));
+                }
             }
         }
-        for (g, total) in isa.sums(rounded).into_iter().enumerate() {
+        let seconds = if HALVES { isa.sums(rounded[1]) } else { [0; 4] };
+        for (g, halves) in isa.sums(rounded[0]).into_iter().zip(seconds).enumerate() {
             let scale = all_scales[g * 4 + best[g]];
             scales[(first + g) * 4..][..4].copy_from_slice(&scale.to_le_bytes());
-            sums[(first + g) * 4..][..4].copy_from_slice(&kept.bytes(total, scale));
+            kept.write(halves.into(), scale, &mut sums[(first + g) * kept_bytes..][..kept_bytes]);
+        }
+        if HALVES {
+            let reach = [isa.sums(magnitudes[0]), isa.sums(magnitudes[1])];
+            for g in 0..4 {
+                let reach = reach[0][g].max(reach[1][g]);
+                if reach <= kept.most() {
+                    continue;
+                }
+                let top = TOPS[best[g]] * shrink(kept.most(), reach, G);
+                let (amax, at) = (amax_of[g * 4], first + g);
+                let kept_of = &mut sums[at * kept_bytes..][..kept_bytes];
+                let parts = (&mut codes[at * G..][..G], &mut scales[at * 4..][..4], kept_of);
+                round::<I, G, true>(isa, &x[g * G..][..G], (amax, top), kept, parts);
+            }
         }
     }
 }
@@ -122,13 +150,13 @@ fn groups<I: Isa, const G: usize>(isa: I, x: &[f32; BLOCK], kept: Sums, out: &mu
     let (scales, sums) = rest.split_at_mut(BLOCK / G * 4);
     for g in 0..BLOCK / G {
         let parts = (&mut codes[g * G..][..G], &mut scales[g * 4..][..4], &mut sums[g * 4..][..4]);
-        one::<I, G>(isa, &x[g * G..][..G], kept, parts);
+        one::<I, G, false>(isa, &x[g * G..][..G], kept, parts);
     }
 }
 
-/// Packs a group: its codes, its scale and what is kept of their sum.
+/// Packs a group: its codes, its scale and what is kept of their sum. `HALVES`: as in [`fours`].
 #[inline(always)]
-fn one<I: Isa, const G: usize>(
+fn one<I: Isa, const G: usize, const HALVES: bool>(
     isa: I,
     x: &[f32],
     kept: Sums,
@@ -143,7 +171,7 @@ fn one<I: Isa, const G: usize>(
     if !amax.is_finite() || !(inverse * TOPS[0]).is_finite() {
         codes.fill(0);
         let scale: f32 = if amax.is_finite() { 0.0 } else { f32::NAN };
-        sums.copy_from_slice(&kept.bytes(0, scale));
+        kept.write([0; 2], scale, sums);
         scales.copy_from_slice(&scale.to_le_bytes());
         return;
     }
@@ -157,15 +185,37 @@ fn one<I: Isa, const G: usize>(
     }
     // No branch: which of them is best is chance.
     let top = TOPS[isa.least_sum(errors, WORTH)];
-    let up = isa.splat_f32(inverse * top);
-    let scale = amax / top;
-    scales.copy_from_slice(&scale.to_le_bytes());
-    let mut rounded = isa.splat(0);
+    let reach = round::<I, G, HALVES>(isa, x, (amax, top), kept, (&mut *codes, &mut *scales, &mut *sums));
+    if HALVES && reach > kept.most() {
+        round::<I, G, HALVES>(isa, x, (amax, top * shrink(kept.most(), reach, G)), kept, (codes, scales, sums));
+    }
+}
+
+/// Rounds a group to codes, so that its largest magnitude, `amax`, becomes `top`. Returns what the magnitudes of the codes of a half sum up to,
+/// for `HALVES`; else 0.
+#[inline(always)]
+fn round<I: Isa, const G: usize, const HALVES: bool>(
+    isa: I,
+    x: &[f32],
+    (amax, top): (f32, f32),
+    kept: Sums,
+    (codes, scales, sums): (&mut [u8], &mut [u8], &mut [u8]),
+) -> i32 {
+    let up = isa.splat_f32(1.0 / amax * top);
+    let (mut rounded, mut magnitudes) = ([isa.splat(0); 2], [isa.splat(0); 2]);
     for (i, codes) in codes.chunks_exact_mut(LANES).enumerate() {
-        let v = isa.rounded(isa.mul(load(isa, x, i), up));
+        let scaled = isa.mul(load(isa, x, i), up);
+        let v = isa.rounded(scaled);
         // SAFETY: 16 bytes.
         unsafe { isa.store_i8(codes.as_mut_ptr(), v) };
-        rounded = isa.add(rounded, v);
+        let half = if HALVES { i * 2 / (G / LANES) } else { 0 };
+        rounded[half] = isa.add(rounded[half], v);
+        if HALVES {
+            magnitudes[half] = isa.add(magnitudes[half], isa.rounded(isa.abs(scaled)));
+        }
     }
-    sums.copy_from_slice(&kept.bytes(isa.sum(rounded), scale));
+    let scale = amax / top;
+    scales.copy_from_slice(&scale.to_le_bytes());
+    kept.write([isa.sum(rounded[0]), if HALVES { isa.sum(rounded[1]) } else { 0 }], scale, sums);
+    if HALVES { isa.sum(magnitudes[0]).max(isa.sum(magnitudes[1])) } else { 0 }
 }

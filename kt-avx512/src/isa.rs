@@ -179,6 +179,10 @@ pub unsafe trait Isa: Copy {
     fn add(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// 16 times dwords.
     fn times_16(self, v: Self::Int) -> Self::Int;
+    /// Moves the low word of each dword to its high one, and zero to the low one.
+    fn word_up(self, v: Self::Int) -> Self::Int;
+    /// The low words of `high` above those of `low`.
+    fn words(self, high: Self::Int, low: Self::Int) -> Self::Int;
     /// The larger one, of unsigned dwords.
     fn max(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// Magnitudes.
@@ -221,6 +225,8 @@ pub unsafe trait Isa: Copy {
     fn sub(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// `a & b`.
     fn and(self, a: Self::Int, b: Self::Int) -> Self::Int;
+    /// Bitwise.
+    fn xor(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// Adds the products of the signed words of each dword.
     fn madd(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// E8M0 exponents in dwords as F32; 255 is infinite.

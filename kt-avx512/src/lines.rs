@@ -262,6 +262,9 @@ pub trait Scale: Copy {
     const MINIMA: bool = false;
     /// Whether all scales are powers of two.
     const POWERS: bool = false;
+    /// Whether scales are integers relative to those above, and two groups share a scale of the inputs, which keep their codes so small
+    /// that sums fit a word ([`Sums::Halves`](kt_core::cpu::input::Sums::Halves)). [`Scale::load`] is then of what is above alone.
+    const PAIRS: bool = false;
     /// The scales of a group, from its record and the one above it.
     ///
     /// # Safety
@@ -281,6 +284,14 @@ pub trait Scale: Copy {
     /// As above.
     #[inline(always)]
     unsafe fn shift<I: Isa>(isa: I, _record: *const u8) -> I::Int {
+        isa.splat(0)
+    }
+    /// The integer scales of two groups as words, the first one's above.
+    ///
+    /// # Safety
+    /// Two records are readable.
+    #[inline(always)]
+    unsafe fn pair<I: Isa>(isa: I, _records: *const u8) -> I::Int {
         isa.splat(0)
     }
     /// What is added to the scaled codes of a group.

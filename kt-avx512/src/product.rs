@@ -108,9 +108,22 @@ fn stream_panels<I: Isa>(light: bool, rows: usize) -> usize {
     }
 }
 
+/// How many tiles pass over cached lines, with rows that differ by one at most, and `most` of them at best: such that have too few rows are not
+/// compiled, rather are there some more in others.
+fn tiles<I: Isa>(rows: usize, most: usize) -> usize {
+    let least = if I::LARGE { 4 } else { 3 };
+    rows.div_ceil(most).min((rows / least).max(1))
+}
+
 impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for Ints<L, S, XG, WG> {
     type Lines = L;
-    const ROWS: usize = if I::TILES { 2 * TILE_ROWS } else { 6 };
+    const ROWS: usize = if I::TILES {
+        2 * TILE_ROWS
+    } else if S::PAIRS && I::LARGE {
+        5
+    } else {
+        6
+    };
     const INTEGERS: bool = true;
     const LIGHT: bool = L::OPERANDS == 1 && S::RECORD == 0;
     const STREAMS: bool = !I::TILES;
@@ -351,8 +364,8 @@ impl Product<'_> {
         let sums = if I::TILES { SUMS_SIZE } else { 0 };
         let buffer = self.scratch.panel.get(sums + if unpack { most_panels * unpacked_stride } else { 0 });
         let (sums, buffer) = buffer.split_at_mut(sums);
-        // Tiles of rows that differ by one row at most: `larger` of one row more, then the others.
-        let tiles = n.div_ceil(K::ROWS);
+        let tiles = tiles::<I>(n, K::ROWS);
+        // `larger` of one row more, then the others.
         let (rows, larger) = (n / tiles, n % tiles);
         // A unit that multiplies tiles has other ones.
         let together = |tiles: usize| if I::TILES { 1 } else { tiles };
@@ -498,5 +511,32 @@ impl Product<'_> {
             }
             done += panels * PANEL;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::isa::{Avx2, Vnni, stream_rows};
+
+    /// Every number of rows that does not stream is cut into tiles that are compiled.
+    #[test]
+    fn all_rows_have_tiles() {
+        let check = |tiles: fn(usize, usize) -> usize, large: bool, most: usize, compiled: Range<usize>| {
+            for n in stream_rows(large) + 1..2000 {
+                let tiles = tiles(n, most);
+                let rows = n / tiles..n.div_ceil(tiles) + 1;
+                assert!(
+                    compiled.start <= rows.start && rows.end <= compiled.end,
+                    "{n} rows in {tiles} tiles of {rows:?}"
+                );
+            }
+        };
+        for most in [5, 6] {
+            check(tiles::<Vnni>, true, most, 4..7);
+        }
+        check(tiles::<Vnni>, true, 8, 4..9);
+        check(tiles::<Vnni>, true, 12, 6..13);
+        check(tiles::<Avx2>, false, 6, 3..7);
     }
 }

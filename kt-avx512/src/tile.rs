@@ -14,7 +14,7 @@
 
 use std::marker::PhantomData;
 
-use kt_core::cpu::input::BLOCK;
+use kt_core::cpu::input::{BLOCK, WORD_ZERO};
 
 use crate::ahead::{Ahead, Later, prefetch_later};
 use crate::isa::{Isa, Job};
@@ -202,6 +202,122 @@ pub(crate) struct IntTile<
     pub kind: PhantomData<(L, S)>,
 }
 
+/// The same number, of which the compiler does not know that.
+#[inline(always)]
+fn opaque(n: usize) -> usize {
+    let mut n = n;
+    // SAFETY: no instruction.
+    unsafe { std::arch::asm!("/* {0} */", inout(reg) n, options(pure, nomem, nostack, preserves_flags)) };
+    n
+}
+
+/// Where a tile is.
+#[derive(Clone, Copy)]
+struct Place {
+    /// The block of the first row.
+    x: *const u8,
+    /// Bytes of a block.
+    input_bytes: usize,
+    /// From a line to the one to ask for, in each plane.
+    ahead: [usize; 2],
+}
+
+impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, const R: usize, const P: usize>
+    IntTile<'_, L, S, XG, WG, STREAM, R, P>
+{
+    /// Whether zero points are added to codes: for all rows, where a subtraction is for each. From three rows on it is less.
+    const SHIFTS: bool = S::ZEROS && L::SHIFTABLE && R > 2;
+
+    /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`.
+    ///
+    /// # Safety
+    /// Their lines, which begin at `line`, and the codes of all rows are readable.
+    #[inline(always)]
+    unsafe fn add_products<I: Isa>(
+        t: &Tile<'_>,
+        isa: I,
+        (table, zeros): (L::Table<I>, [I::Int; P]),
+        (line, at, k): (&mut [*const u8; 2], Place, usize),
+        sums: &mut [[I::Int; P]; R],
+    ) {
+        let Place { x, input_bytes, ahead } = at;
+        if L::SUMMED {
+            for (r, sums) in sums.iter_mut().enumerate() {
+                for (p, sum) in sums.iter_mut().enumerate() {
+                    let at = line[0].wrapping_add(p * t.weight_stride + r * LINE);
+                    // SAFETY: a sum of row `r` and panel `p`, in bounds as said above.
+                    *sum = isa.add(*sum, unsafe { isa.load(at) });
+                }
+            }
+            line[0] = line[0].wrapping_add(SUMS_BYTES);
+        }
+        let span = if L::SPAN == 0 || L::SPAN > XG { XG } else { L::SPAN };
+        let steps = span / 4 / L::OPERANDS;
+        for s in 0..if L::SUMMED { 0 } else { XG / span } {
+            let mut acc = *sums;
+            if L::SPAN > 0 {
+                for acc in acc.iter_mut() {
+                    for acc in acc.iter_mut() {
+                        *acc = isa.narrow_begin(*acc);
+                    }
+                }
+            }
+            for j in 0..steps {
+                let mut w = [[isa.splat(0); 2]; P];
+                for (p, w) in w.iter_mut().enumerate() {
+                    let at = line.map(|line| line.wrapping_add(p * t.weight_stride));
+                    for i in 0..2 {
+                        // Once a line.
+                        if STREAM && L::PLANES[i] > 0 && ((s * steps + j) * L::PLANES[i]).is_multiple_of(LINE) {
+                            t.ahead.ask(at[i].wrapping_add(ahead[i]));
+                        }
+                    }
+                    // SAFETY: the next step of panel `p`, in bounds as said above.
+                    *w = unsafe { L::operands(isa, table, at) };
+                    if Self::SHIFTS {
+                        // No sum of bytes exceeds one.
+                        *w = w.map(|w| isa.add(w, zeros[p]));
+                    }
+                }
+                *line = [line[0].wrapping_add(L::PLANES[0]), line[1].wrapping_add(L::PLANES[1])];
+                for l in 0..L::OPERANDS {
+                    let k = k + s * span + (j * L::OPERANDS + l) * 4;
+                    if L::SPAN == 0 {
+                        let mut wide = [isa.wide(w[0][l]); P];
+                        for (wide, w) in wide.iter_mut().zip(&w) {
+                            *wide = isa.wide(w[l]);
+                        }
+                        for (r, acc) in acc.iter_mut().enumerate() {
+                            // SAFETY: four codes of row `r`, in bounds as said above.
+                            let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
+                            for (acc, &w) in acc.iter_mut().zip(&wide) {
+                                *acc = isa.dot_wide(*acc, w, x);
+                            }
+                        }
+                    } else {
+                        for (r, acc) in acc.iter_mut().enumerate() {
+                            // SAFETY: four codes of row `r`, in bounds as said above.
+                            let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
+                            for (acc, w) in acc.iter_mut().zip(&w) {
+                                *acc = isa.dot_narrow(*acc, w[l], x);
+                            }
+                        }
+                    }
+                }
+            }
+            if L::SPAN > 0 {
+                for (sums, acc) in sums.iter_mut().zip(&acc) {
+                    for (sum, &acc) in sums.iter_mut().zip(acc) {
+                        *sum = isa.narrow_end(*sum, acc);
+                    }
+                }
+            } else {
+                *sums = acc;
+            }
+        }
+    }
+}
+
 impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, const R: usize, const P: usize> Job
     for IntTile<'_, L, S, XG, WG, STREAM, R, P>
 {
@@ -210,16 +326,20 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let mut t = self.tile;
         const { assert!(WG.is_multiple_of(XG) && (!S::MINIMA || WG == XG) && !(S::MINIMA && S::ZEROS)) };
         const { assert!(!S::POWERS || WG == XG && !S::MINIMA) };
-        // A shift is for all rows, a subtraction for each: from three rows on it is less.
-        let shifts = const { S::ZEROS && L::SHIFTABLE && R > 2 };
+        const { assert!(!S::PAIRS || WG == BLOCK && S::SUPER > 0 && !S::MINIMA && !S::ZEROS && !S::POWERS) };
+        let shifts = Self::SHIFTS;
         // Columns of a sum before it is added to the total.
         let columns = if WG == 0 { XG } else { WG };
-        let sums_at = BLOCK + BLOCK / XG * 4;
+        // Columns that share a scale of the inputs.
+        let scaled = if S::PAIRS { 2 * XG } else { XG };
+        let sums_at = BLOCK + BLOCK / scaled * 4;
         let input_bytes = sums_at + BLOCK / XG * 4;
         let steps = BLOCK / 4 / L::OPERANDS;
         let block_bytes = if L::SUMMED { [0; 2] } else { [steps * L::PLANES[0], steps * L::PLANES[1]] };
         let mut scales = if S::OUTPUTS { t.outputs_at + PANEL * 4 } else { 0 };
-        if S::RECORD > 0 {
+        if S::PAIRS {
+            scales = scales.max(t.group_at + t.blocks * (BLOCK / XG) * S::RECORD);
+        } else if S::RECORD > 0 {
             let records = (t.blocks * BLOCK).saturating_sub(t.group_left).div_ceil(t.group) + 1;
             scales = scales.max(t.group_at + records * S::RECORD);
             assert!(t.group.is_multiple_of(WG) && t.group_left.is_multiple_of(WG) && t.group_left > 0);
@@ -237,7 +357,13 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         // records of all groups, and of all groups of groups.
         let table = L::table(isa);
         let offset = isa.splat(if L::SPAN == 0 { I::WIDE_OFFSET } else { 0 });
-        let words = isa.splat(0xffff);
+        // Where lines are unpacked, a loop: side by side, both sums of a pair would take registers.
+        let halves = match (S::PAIRS, STREAM) {
+            (true, true) => opaque(2),
+            (true, false) => 2,
+            (false, _) => 1,
+        };
+        let (words, word_zero) = (isa.splat(0xffff), isa.splat(WORD_ZERO));
         if STREAM {
             t.ask_scales::<P>(t.outputs_at, if S::OUTPUTS { PANEL * 4 } else { 0 });
             t.ask_scales::<P>(t.supers_at, (t.blocks * BLOCK).div_ceil(SUPER) * S::SUPER);
@@ -251,6 +377,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             let mut record = t.panel.as_ptr().wrapping_add(t.group_at);
             let mut left = t.group_left;
             for block in 0..t.blocks {
+                if S::PAIRS && (!STREAM || R > 4 && P > 1) {
+                    // To memory with the totals until the block's end: its sums and what they add up to need the registers.
+                    std::hint::black_box(&mut total);
+                }
                 let ahead = if STREAM { t.ahead::<P>(block, block_bytes) } else { [0; 2] };
                 if !STREAM && !L::SUMMED {
                     t.later.ask();
@@ -259,8 +389,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 let above = t.panel.as_ptr().wrapping_add(if S::SUPER > 0 { super_at } else { 0 });
                 for c in 0..BLOCK / columns {
                     let mut part = [[isa.zero(); P]; R];
-                    for g in 0..columns / XG {
-                        let k = c * columns + g * XG;
+                    for g in 0..columns / scaled {
+                        let k = c * columns + g * scaled;
                         if S::ZEROS && g == 0 {
                             for (p, zero) in zeros.iter_mut().enumerate() {
                                 let at = record.wrapping_add(p * t.panel_stride);
@@ -275,101 +405,52 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                             }
                         }
                         let mut sums = [[isa.splat(0); P]; R];
-                        if !S::MINIMA {
-                            for (r, sums) in sums.iter_mut().enumerate() {
-                                // SAFETY: a sum of codes of row `r`, in bounds as said above.
-                                let mut codes =
-                                    unsafe { isa.load_dword(x.add(r * input_bytes + sums_at + k / XG * 4)) };
-                                if shifts {
-                                    const { assert!(SHIFTED == 16) };
-                                    codes = isa.sub(isa.splat(0), isa.times_16(codes));
-                                }
-                                for (sum, &zero) in sums.iter_mut().zip(&zeros) {
-                                    // Such a sum fits a word, and the upper words of `zeros` are 0.
-                                    *sum = if S::ZEROS && !shifts { isa.madd(zero, codes) } else { codes };
-                                }
-                            }
-                        }
-                        if L::SUMMED {
-                            for (r, sums) in sums.iter_mut().enumerate() {
-                                for (p, sum) in sums.iter_mut().enumerate() {
-                                    let at = line[0].wrapping_add(p * t.weight_stride + r * LINE);
-                                    // SAFETY: a sum of row `r` and panel `p`, in bounds as said above.
-                                    *sum = isa.add(*sum, unsafe { isa.load(at) });
-                                }
-                            }
-                            line[0] = line[0].wrapping_add(SUMS_BYTES);
-                        }
-                        let span = if L::SPAN == 0 || L::SPAN > XG { XG } else { L::SPAN };
-                        let steps = span / 4 / L::OPERANDS;
-                        for s in 0..if L::SUMMED { 0 } else { XG / span } {
-                            let mut acc = sums;
-                            if L::SPAN > 0 {
-                                for acc in acc.iter_mut() {
-                                    for acc in acc.iter_mut() {
-                                        *acc = isa.narrow_begin(*acc);
-                                    }
-                                }
-                            }
-                            for j in 0..steps {
-                                let mut w = [[isa.splat(0); 2]; P];
-                                for (p, w) in w.iter_mut().enumerate() {
-                                    let at = line.map(|line| line.wrapping_add(p * t.weight_stride));
-                                    for i in 0..2 {
-                                        // Once a line.
-                                        if STREAM
-                                            && L::PLANES[i] > 0
-                                            && ((s * steps + j) * L::PLANES[i]).is_multiple_of(LINE)
-                                        {
-                                            t.ahead.ask(at[i].wrapping_add(ahead[i]));
-                                        }
-                                    }
-                                    // SAFETY: the next step of panel `p`, in bounds as said above.
-                                    *w = unsafe { L::operands(isa, table, at) };
+                        for h in 0..halves {
+                            if !S::MINIMA {
+                                for (r, sums) in sums.iter_mut().enumerate() {
+                                    let at = x.wrapping_add(r * input_bytes + sums_at + (k / XG + h) * 4);
+                                    // SAFETY: a sum of codes of row `r`, in bounds as said above.
+                                    let mut codes = unsafe { isa.load_dword(at) };
                                     if shifts {
-                                        // No sum of bytes exceeds one.
-                                        *w = w.map(|w| isa.add(w, zeros[p]));
+                                        const { assert!(SHIFTED == 16) };
+                                        codes = isa.sub(isa.splat(0), isa.times_16(codes));
                                     }
-                                }
-                                line = [line[0].wrapping_add(L::PLANES[0]), line[1].wrapping_add(L::PLANES[1])];
-                                for l in 0..L::OPERANDS {
-                                    let k = k + s * span + (j * L::OPERANDS + l) * 4;
-                                    if L::SPAN == 0 {
-                                        let mut wide = [isa.wide(w[0][l]); P];
-                                        for (wide, w) in wide.iter_mut().zip(&w) {
-                                            *wide = isa.wide(w[l]);
-                                        }
-                                        for (r, acc) in acc.iter_mut().enumerate() {
-                                            // SAFETY: four codes of row `r`, in bounds as said above.
-                                            let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
-                                            for (acc, &w) in acc.iter_mut().zip(&wide) {
-                                                *acc = isa.dot_wide(*acc, w, x);
-                                            }
-                                        }
-                                    } else {
-                                        for (r, acc) in acc.iter_mut().enumerate() {
-                                            // SAFETY: four codes of row `r`, in bounds as said above.
-                                            let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
-                                            for (acc, w) in acc.iter_mut().zip(&w) {
-                                                *acc = isa.dot_narrow(*acc, w[l], x);
-                                            }
-                                        }
+                                    for (sum, &zero) in sums.iter_mut().zip(&zeros) {
+                                        *sum = if S::PAIRS {
+                                            // A first sum to the upper word; the second has [`WORD_ZERO`] to begin with and cannot borrow.
+                                            isa.add(isa.word_up(*sum), codes)
+                                        } else if S::ZEROS && !shifts {
+                                            // Such a sum fits a word, and the upper words of `zeros` are 0.
+                                            isa.madd(zero, codes)
+                                        } else {
+                                            codes
+                                        };
                                     }
                                 }
                             }
-                            if L::SPAN > 0 {
-                                for (sums, acc) in sums.iter_mut().zip(&acc) {
-                                    for (sum, &acc) in sums.iter_mut().zip(acc) {
-                                        *sum = isa.narrow_end(*sum, acc);
-                                    }
+                            let at = Place { x, input_bytes, ahead };
+                            // SAFETY: `XG` columns from column `k + h * XG` on, in bounds as said above.
+                            unsafe {
+                                Self::add_products(&t, isa, (table, zeros), (&mut line, at, k + h * XG), &mut sums)
+                            };
+                        }
+                        if S::PAIRS {
+                            for p in 0..P {
+                                let at = record.wrapping_add(p * t.panel_stride);
+                                // SAFETY: the records of these two groups of panel `p`, in bounds as said above.
+                                let scales = unsafe { S::pair(isa, at) };
+                                if STREAM {
+                                    t.ahead.ask(at.wrapping_add(t.following(0)));
                                 }
-                            } else {
-                                sums = acc;
+                                for sums in &mut sums {
+                                    sums[p] = isa.madd(isa.xor(sums[p], word_zero), scales);
+                                }
                             }
+                            record = record.wrapping_add(2 * S::RECORD);
                         }
                         for (r, sums) in sums.iter().enumerate() {
                             // SAFETY: a scale of row `r`, in bounds as said above.
-                            let x_scale = unsafe { isa.load_f32(x.add(r * input_bytes + BLOCK + k / XG * 4)) };
+                            let x_scale = unsafe { isa.load_f32(x.add(r * input_bytes + BLOCK + k / scaled * 4)) };
                             for p in 0..P {
                                 let sum = isa.to_f32(sums[p]);
                                 if WG == 0 {
@@ -398,14 +479,16 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 // SAFETY: as above.
                                 minimum[p] = unsafe { S::minima(isa, at, above) };
                             }
-                            if STREAM {
+                            if STREAM && !S::PAIRS {
                                 t.ahead.ask(at.wrapping_add(t.following(0)));
                             }
                         }
-                        left -= WG;
-                        if left == 0 {
-                            left = t.group;
-                            record = record.wrapping_add(S::RECORD);
+                        if !S::PAIRS {
+                            left -= WG;
+                            if left == 0 {
+                                left = t.group;
+                                record = record.wrapping_add(S::RECORD);
+                            }
                         }
                         // With few rows, a multiplication each is less than what it takes to do without.
                         let by_power = S::POWERS && R > 2;

@@ -5,7 +5,7 @@ use std::ops::Range;
 use kt_avx512::Avx;
 use kt_avx512::engine::{Bytes, E2M1_ZERO, E2m1, Ints, Isa, Job, Nibbles, Product};
 use kt_core::activation::Activation;
-use kt_core::cpu::input::{InputLayout, Inputs, Sums};
+use kt_core::cpu::input::{BLOCK, InputLayout, Inputs, Sums};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
 use kt_core::cpu::tier::Tier;
 use kt_core::{Format, Matrix, Unsupported};
@@ -13,7 +13,7 @@ use kt_core::{Format, Matrix, Unsupported};
 use crate::blocks::{Iq1M, Iq1S, Iq2S, Iq2Xs, Iq2Xxs, Iq3S, Iq3Xxs};
 use crate::layout::{self, PANEL, packed_layout};
 use crate::lines::{
-    FiveBits, Half, HalfPower, Iq4, NibblesWithMinima, Signed, SixBits, ThreeBits, TwoBits, WithMinima,
+    FiveBits, Half, HalfPower, Iq4, NibblesWithMinima, Signed, SignedPairs, SixBits, ThreeBits, TwoBits, WithMinima,
 };
 
 /// Products of GGUF blocks, by the best instructions of this CPU. Holding a value proves that the CPU has them.
@@ -45,8 +45,8 @@ impl Kernel for Llamafile {
             Format::Q5_0 => (32, Sums::Times(-16)),
             Format::Mxfp4Ggml => (32, Sums::Times(-E2M1_ZERO)),
             Format::Tq1_0 | Format::Tq2_0 => (32, Sums::Times(-1)),
-            Format::Q3K => (16, Sums::Times(-4)),
-            Format::Q6K => (16, Sums::Times(-32)),
+            Format::Q3K => (32, Sums::Halves(-4)),
+            Format::Q6K => (32, Sums::Halves(-32)),
             Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K => (32, Sums::Scaled),
             Format::Q2K => (16, Sums::Scaled),
             Format::Iq1S | Format::Iq2Xxs | Format::Iq3Xxs | Format::Iq3S => (32, wide),
@@ -121,10 +121,10 @@ impl Job for OfBlocks<'_> {
             Format::Iq4Nl => p.on::<_, Ints<Iq4, Half<false>, 32, 32>>(isa, packed_layout),
             Format::Mxfp4Ggml => p.on::<_, Ints<E2m1, HalfPower, 32, 32>>(isa, packed_layout),
             Format::Q2K => p.on::<_, Ints<TwoBits, NibblesWithMinima, 16, 16>>(isa, packed_layout),
-            Format::Q3K => p.on::<_, Ints<ThreeBits, Signed, 16, 16>>(isa, packed_layout),
+            Format::Q3K => p.on::<_, Ints<ThreeBits, SignedPairs, 16, BLOCK>>(isa, packed_layout),
             Format::Q4K => p.on::<_, Ints<Nibbles, WithMinima, 32, 32>>(isa, packed_layout),
             Format::Q5K => p.on::<_, Ints<FiveBits, WithMinima, 32, 32>>(isa, packed_layout),
-            Format::Q6K => p.on::<_, Ints<SixBits, Signed, 16, 16>>(isa, packed_layout),
+            Format::Q6K => p.on::<_, Ints<SixBits, SignedPairs, 16, BLOCK>>(isa, packed_layout),
             Format::Iq4Xs => p.on::<_, Ints<Iq4, Signed, 32, 32>>(isa, packed_layout),
             Format::Tq1_0 | Format::Tq2_0 => p.on::<_, Ints<TwoBits, Half<false>, 32, 128>>(isa, packed_layout),
             Format::Iq1S => p.decoded::<_, Iq1S, 32>(isa),

@@ -141,6 +141,27 @@ impl Scale for Signed {
     }
 }
 
+/// I8 scales of 16 columns, times F16 `d`.
+#[derive(Clone, Copy)]
+pub struct SignedPairs;
+
+impl Scale for SignedPairs {
+    const RECORD: usize = PANEL;
+    const SUPER: usize = PANEL * 2;
+    const OUTPUTS: bool = false;
+    const PAIRS: bool = true;
+    #[inline(always)]
+    unsafe fn load<I: Isa>(isa: I, _: *const u8, above: *const u8) -> I::Flt {
+        // SAFETY: readable by the caller's promise.
+        unsafe { isa.load_f16(above) }
+    }
+    #[inline(always)]
+    unsafe fn pair<I: Isa>(isa: I, records: *const u8) -> I::Int {
+        // SAFETY: readable by the caller's promise.
+        unsafe { isa.words(isa.load_i8(records), isa.load_i8(records.wrapping_add(PANEL))) }
+    }
+}
+
 /// U8 scales times F16 `d`, less U8 minima times F16 `dmin`.
 #[derive(Clone, Copy)]
 pub struct WithMinima;

@@ -13,7 +13,7 @@ use kt_core::{Format, Group, Matrix};
 use crate::Llamafile;
 use crate::layout::{PACKED, VERSION};
 
-const ROWS: [usize; 11] = [1, 2, 3, 4, 5, 6, 8, 9, 13, 40, 130];
+const ROWS: [usize; 15] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 40, 130];
 
 /// The formats that this backend multiplies.
 fn native() -> Vec<Format> {

@@ -281,6 +281,11 @@ macro_rules! common {
             fn largest(self, v: Int) -> u32 { largest8(_mm256_max_epu32(v[0], v[1])) }
             fn sub(self, a: Int, b: Int) -> Int { halves!(_mm256_sub_epi32(a, b)) }
             fn and(self, a: Int, b: Int) -> Int { halves!(_mm256_and_si256(a, b)) }
+            fn xor(self, a: Int, b: Int) -> Int { halves!(_mm256_xor_si256(a, b)) }
+            fn word_up(self, v: Int) -> Int { each!(h => _mm256_slli_epi32::<16>(v[h])) }
+            fn words(self, high: Int, low: Int) -> Int {
+                each!(h => _mm256_blend_epi16::<0xaa>(low[h], _mm256_slli_epi32::<16>(high[h])))
+            }
             fn madd(self, a: Int, b: Int) -> Int { halves!(_mm256_madd_epi16(a, b)) }
             fn exp2(self, v: Int) -> Flt {{
                 let least = _mm256_set1_epi32(1 << 22);

@@ -252,6 +252,11 @@ macro_rules! common {
             }
             fn sub(self, a: __m512i, b: __m512i) -> __m512i { _mm512_sub_epi32(a, b) }
             fn and(self, a: __m512i, b: __m512i) -> __m512i { _mm512_and_si512(a, b) }
+            fn xor(self, a: __m512i, b: __m512i) -> __m512i { _mm512_xor_si512(a, b) }
+            fn word_up(self, v: __m512i) -> __m512i { _mm512_slli_epi32::<16>(v) }
+            fn words(self, high: __m512i, low: __m512i) -> __m512i {
+                _mm512_mask_blend_epi16(0xaaaa_aaaa, low, _mm512_slli_epi32::<16>(high))
+            }
             fn madd(self, a: __m512i, b: __m512i) -> __m512i { _mm512_madd_epi16(a, b) }
             fn exp2(self, v: __m512i) -> __m512 {
                 _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32::<23>(v), _mm512_set1_epi32(1 << 22)))

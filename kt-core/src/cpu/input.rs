@@ -19,14 +19,14 @@ pub enum InputLayout {
     F32,
     /// 128 BF16, rounded to nearest even.
     Bf16,
-    /// 128 signed codes in -127..=127; then one F32 scale per `group` columns; then a number for each group, made of the sum of its
-    /// codes.
+    /// 128 signed codes in -127..=127; then one F32 scale per `group` columns; then a number or two for each group, made of sums of
+    /// its codes.
     ///
     /// `x = scale * code`, the scale being the best of four. A group with a NaN or an infinity has a NaN scale and zero codes; an all-zero group has scale 0.
     Int8 {
         /// Columns per scale: 16, 32 or 128.
         group: usize,
-        /// What is kept of the sum of the codes.
+        /// What is kept of the sums of the codes.
         sums: Sums,
     },
 }
@@ -38,27 +38,58 @@ pub enum Sums {
     Times(i32),
     /// The sum times the scale, as F32: for weights with minima.
     Scaled,
+    /// As [`Sums::Times`], for each half of the group, the second one [`WORD_ZERO`] more: for weights whose scales are those of half as many
+    /// columns. Products of the codes of a half with integers of up to so great a magnitude sum up to a signed word: where they would not,
+    /// the codes of the group are smaller.
+    Halves(i32),
 }
 
+/// Added to a signed word, makes it an unsigned one: sums of the second halves begin with it, so that the words of two sums can share a dword
+/// from the start.
+pub const WORD_ZERO: i32 = 1 << 15;
+
 impl Sums {
-    /// The four bytes for a group.
+    /// Numbers that are kept of a group.
     #[inline(always)]
-    pub fn bytes(self, sum: i32, scale: f32) -> [u8; 4] {
+    pub const fn of_group(self) -> usize {
+        if matches!(self, Sums::Halves(_)) { 2 } else { 1 }
+    }
+
+    /// What the magnitudes of the codes of half a group sum up to at most.
+    #[inline(always)]
+    pub fn most(self) -> i32 {
         match self {
-            Sums::Times(times) => (sum * times).to_le_bytes(),
-            Sums::Scaled => (scale * sum as f32).to_le_bytes(),
+            Sums::Halves(times) => i32::from(i16::MAX) / times.abs().max(1),
+            Sums::Times(_) | Sums::Scaled => i32::MAX,
+        }
+    }
+
+    /// Writes what is kept of a group whose halves have these sums.
+    #[inline(always)]
+    pub fn write(self, halves: [i32; 2], scale: f32, out: &mut [u8]) {
+        let sum = halves[0] + halves[1];
+        match self {
+            Sums::Times(times) => out.copy_from_slice(&(sum * times).to_le_bytes()),
+            Sums::Scaled => out.copy_from_slice(&(scale * sum as f32).to_le_bytes()),
+            Sums::Halves(times) => {
+                for (out, sum) in
+                    out.as_chunks_mut::<4>().0.iter_mut().zip([halves[0] * times, halves[1] * times + WORD_ZERO])
+                {
+                    *out = sum.to_le_bytes();
+                }
+            }
         }
     }
 }
 
 impl InputLayout {
-    /// Bytes of a block: 512, 256, or 128 codes with 8 bytes a group.
+    /// Bytes of a block: 512, 256, or 128 codes with 8 or 12 bytes a group.
     #[inline(always)]
     pub const fn block_bytes(self) -> usize {
         match self {
             InputLayout::F32 => BLOCK * 4,
             InputLayout::Bf16 => BLOCK * 2,
-            InputLayout::Int8 { group, .. } => BLOCK + BLOCK / group * 8,
+            InputLayout::Int8 { group, sums } => BLOCK + BLOCK / group * 4 * (1 + sums.of_group()),
         }
     }
 
@@ -99,10 +130,11 @@ pub fn pack_block(layout: InputLayout, x: &[f32], out: &mut [u8]) {
             let (scales, kept) = rest.split_at_mut(BLOCK / group * 4);
             for (g, x) in full.chunks_exact(group).enumerate() {
                 let codes = &mut codes[g * group..][..group];
-                let scale = round_group(x, codes);
-                let sum: i32 = codes.iter().map(|&c| i32::from(c as i8)).sum();
+                let scale = round_group(x, codes, sums.most());
+                let halves = halves(codes, |code| code);
                 scales[g * 4..][..4].copy_from_slice(&scale.to_le_bytes());
-                kept[g * 4..][..4].copy_from_slice(&sums.bytes(sum, scale));
+                let bytes = sums.of_group() * 4;
+                sums.write(halves, scale, &mut kept[g * bytes..][..bytes]);
             }
         }
     }
@@ -136,9 +168,23 @@ fn fold(mut lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
 /// lane by lane.
 const TO_INTEGER: f32 = (3 << 22) as f32;
 
-/// Rounds a group to codes; returns the scale.
+/// The sums of both halves of codes, of what `f` makes of each.
 #[inline(always)]
-fn round_group(x: &[f32], codes: &mut [u8]) -> f32 {
+fn halves(codes: &[u8], f: impl Fn(i32) -> i32) -> [i32; 2] {
+    let (first, second) = codes.split_at(codes.len() / 2);
+    [first, second].map(|half| half.iter().map(|&c| f(i32::from(c as i8))).sum())
+}
+
+/// What to multiply what the largest magnitude of a group of `cols` columns becomes with, because the magnitudes of the codes of half of
+/// it sum up to `reach`, and not to `most` or less: rounding adds a half a code, then and now.
+#[inline(always)]
+pub fn shrink(most: i32, reach: i32, cols: usize) -> f32 {
+    (most - cols as i32 / 2) as f32 / reach as f32
+}
+
+/// Rounds a group to codes, the magnitudes of which sum up to `most` or less in each half; returns the scale.
+#[inline(always)]
+fn round_group(x: &[f32], codes: &mut [u8], most: i32) -> f32 {
     let lanes = x.as_chunks::<LANES>().0;
     let mut largest = [0u32; LANES];
     for x in lanes {
@@ -170,13 +216,23 @@ fn round_group(x: &[f32], codes: &mut [u8]) -> f32 {
             best = (error, top);
         }
     }
-    let (up, down) = (inverse * best.1, amax / best.1);
-    for (codes, x) in codes.as_chunks_mut::<LANES>().0.iter_mut().zip(lanes) {
-        for l in 0..LANES {
-            codes[l] = ((x[l] * up + TO_INTEGER).to_bits() as i32 - TO_INTEGER.to_bits() as i32) as u8;
+    let mut top = best.1;
+    let mut round = |top: f32| {
+        let up = inverse * top;
+        for (codes, x) in codes.as_chunks_mut::<LANES>().0.iter_mut().zip(lanes) {
+            for l in 0..LANES {
+                codes[l] = ((x[l] * up + TO_INTEGER).to_bits() as i32 - TO_INTEGER.to_bits() as i32) as u8;
+            }
         }
+        let [first, second] = if most < i32::MAX { halves(codes, i32::abs) } else { [0; 2] };
+        first.max(second)
+    };
+    let reach = round(top);
+    if reach > most {
+        top *= shrink(most, reach, x.len());
+        round(top);
     }
-    down
+    amax / top
 }
 
 /// Packed input rows, borrowed.
@@ -263,6 +319,65 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// The codes, scales and sums of a block in groups of 32, in the order of their columns.
+    fn packed(sums: Sums, x: &[f32]) -> (Vec<i32>, Vec<f32>, Vec<i32>) {
+        let layout = InputLayout::Int8 { group: 32, sums };
+        let mut out = vec![0; layout.block_bytes()];
+        pack_block(layout, x, &mut out);
+        let (codes, rest) = out.split_at(BLOCK);
+        let (scales, sums) = rest.split_at(16);
+        (
+            codes.iter().map(|&c| i32::from(c as i8)).collect(),
+            scales.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b)).collect(),
+            sums.as_chunks().0.iter().map(|&b| i32::from_le_bytes(b)).collect(),
+        )
+    }
+
+    #[test]
+    fn halves_have_sums_of_their_own() {
+        let x: Vec<f32> = (0..BLOCK).map(|i| (i as f32).sin()).collect();
+        let (codes, scales, sums) = packed(Sums::Halves(-4), &x);
+        // Such codes are never too large.
+        let (same, same_scales, whole) = packed(Sums::Times(1), &x);
+        assert_eq!((&codes, &scales), (&same, &same_scales));
+        assert_eq!((whole.len(), sums.len()), (4, 8));
+        for (i, (sum, codes)) in sums.iter().zip(codes.chunks(16)).enumerate() {
+            assert_eq!(*sum, -4 * codes.iter().sum::<i32>() + i as i32 % 2 * WORD_ZERO);
+        }
+    }
+
+    /// With weights of up to 32, from constant inputs, the worst, to those with one that is far above the others, which need no more room.
+    #[test]
+    fn codes_of_a_half_add_up_to_a_word() {
+        let most = Sums::Halves(-32).most();
+        assert_eq!(most, 1023);
+        let mut random = crate::testing::Random(3);
+        let mut shrunk = 0;
+        for power in 0..40 {
+            let x: Vec<f32> = (0..BLOCK)
+                .map(|i| {
+                    let sign = if power == 0 || i % 3 > 0 { 1.0 } else { -1.0 };
+                    sign * random.normal().abs().powf(power as f32 * 0.1)
+                })
+                .collect();
+            let (codes, scales, _) = packed(Sums::Halves(-32), &x);
+            for (g, (codes, x)) in codes.chunks(32).zip(x.chunks(32)).enumerate() {
+                let reach = |half: &[i32]| half.iter().map(|c| c.abs()).sum::<i32>();
+                let reach = reach(&codes[..16]).max(reach(&codes[16..]));
+                assert!(reach <= most, "{reach}");
+                let largest = codes.iter().map(|c| c.abs()).max().unwrap();
+                if largest < 124 {
+                    shrunk += 1;
+                    assert!(reach > most - 32, "{reach}: smaller than need be");
+                }
+                for (&code, &x) in codes.iter().zip(x) {
+                    assert!((x - scales[g] * code as f32).abs() <= scales[g] * 0.5001);
+                }
+            }
+        }
+        assert!((20..100).contains(&shrunk), "{shrunk} of 160 groups");
     }
 
     #[test]

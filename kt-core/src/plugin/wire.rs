@@ -124,6 +124,7 @@ fn input(layout: InputLayout) -> abi::Input {
             let (sums, times) = match sums {
                 Sums::Times(times) => (0, times),
                 Sums::Scaled => (1, 0),
+                Sums::Halves(times) => (2, times),
             };
             abi::Input { kind: 2, group: group as u32, sums, times }
         }
@@ -134,8 +135,15 @@ fn input_of(input: abi::Input) -> Option<InputLayout> {
     Some(match (input.kind, input.group, input.sums) {
         (0, ..) => InputLayout::F32,
         (1, ..) => InputLayout::Bf16,
-        (2, group @ (16 | 32 | 128), 0) => InputLayout::Int8 { group: group as usize, sums: Sums::Times(input.times) },
-        (2, group @ (16 | 32 | 128), 1) => InputLayout::Int8 { group: group as usize, sums: Sums::Scaled },
+        (2, group @ (16 | 32 | 128), sums) => {
+            let sums = match sums {
+                0 => Sums::Times(input.times),
+                1 => Sums::Scaled,
+                2 => Sums::Halves(input.times),
+                _ => return None,
+            };
+            InputLayout::Int8 { group: group as usize, sums }
+        }
         _ => return None,
     })
 }
