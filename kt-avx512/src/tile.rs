@@ -377,7 +377,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             let mut record = t.panel.as_ptr().wrapping_add(t.group_at);
             let mut left = t.group_left;
             for block in 0..t.blocks {
-                if S::PAIRS && (!STREAM || R > 4 && P > 1) {
+                if S::PAIRS && !L::SUMMED && (!STREAM || R > 4 && P > 1) {
                     // To memory with the totals until the block's end: its sums and what they add up to need the registers.
                     std::hint::black_box(&mut total);
                 }
