@@ -228,10 +228,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     /// Whether zero points are added to codes: for all rows, where a subtraction is for each. From three rows on it is less.
     const SHIFTS: bool = S::ZEROS && L::SHIFTABLE && R > 2;
 
-    /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`.
+    /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`; or what a tile unit made of them.
     ///
     /// # Safety
-    /// Their lines, which begin at `line`, and the codes of all rows are readable.
+    /// Their lines, which begin at `line`, and the codes of all rows are readable; or the sums of all rows, which begin there.
     #[inline(always)]
     unsafe fn add_products<I: Isa>(
         t: &Tile<'_>,
@@ -245,7 +245,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             for (r, sums) in sums.iter_mut().enumerate() {
                 for (p, sum) in sums.iter_mut().enumerate() {
                     let at = line[0].wrapping_add(p * t.weight_stride + r * LINE);
-                    // SAFETY: a sum of row `r` and panel `p`, in bounds as said above.
+                    // SAFETY: a sum of row `r` and panel `p`, by the caller's promise.
                     *sum = isa.add(*sum, unsafe { isa.load(at) });
                 }
             }
@@ -272,7 +272,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                             t.ahead.ask(at[i].wrapping_add(ahead[i]));
                         }
                     }
-                    // SAFETY: the next step of panel `p`, in bounds as said above.
+                    // SAFETY: the next step of panel `p`, by the caller's promise.
                     *w = unsafe { L::operands(isa, table, at) };
                     if Self::SHIFTS {
                         // No sum of bytes exceeds one.
@@ -288,7 +288,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                             *wide = isa.wide(w[l]);
                         }
                         for (r, acc) in acc.iter_mut().enumerate() {
-                            // SAFETY: four codes of row `r`, in bounds as said above.
+                            // SAFETY: four codes of row `r`, by the caller's promise.
                             let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
                             for (acc, &w) in acc.iter_mut().zip(&wide) {
                                 *acc = isa.dot_wide(*acc, w, x);
@@ -296,7 +296,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                         }
                     } else {
                         for (r, acc) in acc.iter_mut().enumerate() {
-                            // SAFETY: four codes of row `r`, in bounds as said above.
+                            // SAFETY: four codes of row `r`, by the caller's promise.
                             let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
                             for (acc, w) in acc.iter_mut().zip(&w) {
                                 *acc = isa.dot_narrow(*acc, w[l], x);
