@@ -59,7 +59,7 @@ impl Sums {
     #[inline(always)]
     pub fn most(self) -> i32 {
         match self {
-            Sums::Halves(times) => i32::from(i16::MAX) / times.abs().max(1),
+            Sums::Halves(times) => (i16::MAX as u32 / times.unsigned_abs().max(1)) as i32,
             Sums::Times(_) | Sums::Scaled => i32::MAX,
         }
     }

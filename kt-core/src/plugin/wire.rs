@@ -314,4 +314,23 @@ mod tests {
         let why = unsafe { layer_of(&super::layer(&layer, &names)) }.unwrap_err().0;
         assert!(why.contains("E5M2"), "{why}");
     }
+
+    #[test]
+    fn roundings_of_inputs_come_back_as_they_went() {
+        let mut all = vec![InputLayout::F32, InputLayout::Bf16];
+        for group in [16, 32, 128] {
+            for sums in [Sums::Times(-8), Sums::Times(1), Sums::Scaled, Sums::Halves(-32)] {
+                all.push(InputLayout::Int8 { group, sums });
+            }
+        }
+        for layout in all {
+            assert_eq!(input_of(input(layout)), Some(layout));
+        }
+        let known = abi::Input { kind: 2, group: 32, sums: 0, times: 1 };
+        for unknown in
+            [abi::Input { kind: 3, ..known }, abi::Input { group: 64, ..known }, abi::Input { sums: 3, ..known }]
+        {
+            assert_eq!(input_of(unknown), None);
+        }
+    }
 }
