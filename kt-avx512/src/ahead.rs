@@ -6,18 +6,27 @@
 //! | CPU | streams of a tile | hint | ahead |
 //! | --- | --- | --- | --- |
 //! | AMD Zen 5 | any | to the first level, past the others | 4 KiB; 8 KiB from three rows on |
+//! | AMD Zen 4 | one panel of nibbles with scales of groups, one or two rows | none: the order of addresses | |
 //! | AMD Zen 4 | several panels, or five rows and more | to the second level | 8 KiB |
-//! | AMD Zen 4 | one panel, up to four rows | to the first level, past the others | 4 KiB |
+//! | AMD Zen 4 | other panels, one at a time, up to four rows | to the first level, past the others | 4 KiB |
 //! | AMD Zen 4 | one panel of integers, one row | to the second level | 2 KiB |
 //! | others | as Zen 4, not measured | | |
 
 #![allow(unsafe_code)] // hints, and what the CPU is
 
-use std::arch::x86_64::{_MM_HINT_NTA, _MM_HINT_T1, _mm_prefetch};
+use std::arch::x86_64::{_MM_HINT_NTA, _MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
 use std::cell::Cell;
 use std::sync::LazyLock;
 
 use crate::layout::LINE;
+
+/// Family 1Ah; 19h is Zen 3 and 4.
+static IS_ZEN5: LazyLock<bool> = LazyLock::new(|| amd_family() == Some(0x1a));
+
+/// Whether the hardware asks for lines in time when they are read one after another.
+pub(crate) fn one_stream() -> bool {
+    !*IS_ZEN5
+}
 
 /// How a tile asks for lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,9 +40,6 @@ pub struct Ahead {
 impl Ahead {
     /// For tiles of so many rows and panels, of `integers` or other numbers.
     pub(crate) fn of(rows: usize, panels: usize, integers: bool) -> Ahead {
-        /// Family 1Ah; 19h is Zen 3 and 4.
-        const ZEN5: u32 = 0x1a;
-        static IS_ZEN5: LazyLock<bool> = LazyLock::new(|| amd_family() == Some(ZEN5));
         if !*IS_ZEN5 && integers && (rows, panels) == (1, 1) {
             return Ahead { second: true, bytes: 2 << 10 };
         }
@@ -118,6 +124,13 @@ impl Later {
 pub(crate) fn prefetch_later(p: *const u8) {
     // SAFETY: prefetching faults at no address, and SSE is part of x86-64.
     unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+}
+
+/// Hints that the line at `p` will be read now, from the first level; any address will do.
+#[inline(always)]
+pub(crate) fn prefetch_now(p: *const u8) {
+    // SAFETY: prefetching faults at no address, and SSE is part of x86-64.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
 }
 
 /// The family of a CPU of AMD.

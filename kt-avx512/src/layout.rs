@@ -2,8 +2,13 @@
 //!
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …          outputs padded to 16
-//! panel    lines of 64 bytes along k | row scales | group or tile scales  k padded to 128; sections padded to 64 bytes
+//! panel    front: scales of outputs, of 256 columns, of groups | block 0 | block 1 | … | plane 1 of all blocks   sections padded to 64 bytes
+//! block    scales of its groups, of nibbles | lines of plane 0                                                128 columns; k padded to that
 //! ```
+//!
+//! Nibbles have the scales of their groups at hand: then what a product needs comes in the order of addresses, one panel after another, and a
+//! single stream is what memory is read fastest in (`PERFORMANCE.md`). That is, if the groups divide a block and their scales fill lines; else
+//! they are in front. Formats of this crate have one plane.
 //!
 //! | formats | a line | scales of a panel |
 //! | --- | --- | --- |
@@ -40,35 +45,35 @@ use kt_core::{Format, Group, Matrix};
 
 /// The version of everything said above, and of how scales are rounded. Packed weights are kept on disk with it: raise it with any
 /// change of the bytes.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 
 /// What version [`VERSION`] makes of fixed matrices: checksums, by format. A test compares; it prints this table as it should be.
 #[cfg(test)]
 pub(crate) const PACKED: &[(&str, u64)] = &[
-    ("F32", 0xa936ba2df01695d1),
-    ("F16", 0xc508e4065fd68614),
-    ("BF16", 0x9e41c86f8170dc03),
-    ("FP8-block", 0x117daffa8dbf681b),
-    ("FP8-channel", 0x226bd9d734990af2),
-    ("INT8-channel", 0x17a0cabc1d53d2a0),
-    ("INT8-g32", 0x9f64faa53c069860),
-    ("INT8-g128", 0x3fefee76d4798496),
-    ("INT8-offset-channel", 0x25ec9147f31dc132),
-    ("INT8-offset-g128", 0x396f4d8a155d30e2),
-    ("INT8-asym-channel", 0xa077a8987a56bf44),
-    ("INT8-asym-g32", 0xf13ebebb4afdf8a4),
-    ("INT8-asym-g128", 0x84fb87ef8460f1e1),
-    ("INT4-channel", 0x384f7990d7a40a64),
-    ("INT4-g32", 0x445d221c8fed0088),
-    ("INT4-g64", 0xefba3d9cb3af50e6),
-    ("INT4-g128", 0x85e5920f0fd70786),
-    ("INT4-asym-channel", 0xca232f5d02fceb9c),
-    ("INT4-asym-g32", 0x26693f46d54612dc),
-    ("INT4-asym-g128", 0x9bb2ae64a6897a49),
-    ("MXFP4", 0xd70956741c8e3263),
-    ("MXFP8", 0xfebeea0f7bb631dd),
-    ("NVFP4", 0x04095d1ed7c74349),
-    ("INT4-g96", 0xda5b1209e8f3bddf),
+    ("F32", 0x97c9fc9abb29fb2c),
+    ("F16", 0x559a647e911f588b),
+    ("BF16", 0xb3bf94a8541ac156),
+    ("FP8-block", 0xcd1e6d46dee14431),
+    ("FP8-channel", 0x3fe6033d6934d8a3),
+    ("INT8-channel", 0x346cdea1ae7e29a4),
+    ("INT8-g32", 0x062ab69b2be562cc),
+    ("INT8-g128", 0xbacb5b9da4b0a8f2),
+    ("INT8-offset-channel", 0x621c9f26b731596c),
+    ("INT8-offset-g128", 0xd64967874d63b8cf),
+    ("INT8-asym-channel", 0xf3dfbc57ac3bbee5),
+    ("INT8-asym-g32", 0x7e33e3e66ace7055),
+    ("INT8-asym-g128", 0x2bb161ed2e44ec40),
+    ("INT4-channel", 0xb4e170ef667a6658),
+    ("INT4-g32", 0x79ced3053c28e247),
+    ("INT4-g64", 0x85942de2f1275b43),
+    ("INT4-g128", 0xa0e7d5b95c77da48),
+    ("INT4-asym-channel", 0x3dbe46ce53de8c24),
+    ("INT4-asym-g32", 0xd7f0febd691e011e),
+    ("INT4-asym-g128", 0x8687fc5a3627bec6),
+    ("MXFP4", 0x07892673e63698ad),
+    ("MXFP8", 0x0f1c4ad708edf528),
+    ("NVFP4", 0x2764879f2f78d115),
+    ("INT4-g96", 0xc2ba86b937d90c5c),
 ];
 
 /// Outputs of a panel.
@@ -87,9 +92,9 @@ pub struct Layout {
     pub blocks: usize,
     /// Bytes of each plane of lines of a block.
     pub planes: [usize; 2],
-    /// Where the scales of outputs begin in a panel: after all lines.
+    /// Where the scales of outputs begin in a panel.
     pub outputs_at: usize,
-    /// Where the scales of groups or blocks begin in a panel.
+    /// Where the scales of the first group begin in a panel: in the first block, or in front, after all others.
     pub groups_at: usize,
     /// Columns that share a scale (and a zero point), for formats with scales of groups or blocks.
     pub group: Option<usize>,
@@ -97,54 +102,125 @@ pub struct Layout {
     pub record: usize,
     /// Where the records of [`SUPER`] columns begin in a panel, if there are any.
     pub supers_at: usize,
+    /// Bytes of such a record.
+    pub super_record: usize,
+    /// Where the first block begins in a panel.
+    pub blocks_at: usize,
+    /// Bytes from one block to the next: of scales, and of plane 0.
+    pub block_bytes: usize,
     /// Bytes from one panel to the next.
     pub panel_bytes: usize,
 }
 
+/// What a [`Layout`] is made of.
+#[derive(Debug, Clone, Copy)]
+pub struct Parts {
+    /// Bytes of each plane of lines of a block of 128 columns.
+    pub planes: [usize; 2],
+    /// Bytes of the scales of outputs.
+    pub outputs: usize,
+    /// Columns of a group, and bytes of its scales.
+    pub groups: Option<(usize, usize)>,
+    /// Bytes of a record of [`SUPER`] columns.
+    pub super_record: usize,
+}
+
 impl Layout {
-    /// The layout of a matrix of an accepted format.
-    pub fn new(format: Format, cols: usize) -> Self {
+    /// The layout of a matrix of so many columns that has these parts.
+    pub fn of(cols: usize, parts: Parts) -> Self {
+        let Parts { planes, outputs, groups, super_record } = parts;
         let blocks = cols.div_ceil(BLOCK);
         let padded = blocks * BLOCK;
-        let outputs = PANEL * 4;
-        let of = |g: Group, record: usize| match g {
-            Group::Row => (outputs, None, 0),
-            Group::Of(g) => (outputs, Some(g as usize), record * PANEL),
+        let supers_at = outputs.next_multiple_of(LINE);
+        let groups_at = supers_at + (padded.div_ceil(SUPER) * super_record).next_multiple_of(LINE);
+        let (group, record) = (groups.map(|g| g.0), groups.map_or(0, |g| g.1));
+        // Of a block, if they are within.
+        let nibbles = planes == [PANEL * BLOCK / 2, 0];
+        let within = group.filter(|&g| nibbles && g > 0 && BLOCK.is_multiple_of(g)).map_or(0, |g| BLOCK / g * record);
+        let within = if within.is_multiple_of(LINE) { within } else { 0 };
+        let in_front = match group {
+            Some(g) if within == 0 && padded > 0 => padded.div_ceil(g) * record,
+            _ => 0,
         };
-        let asymmetric = |g: Group, record: usize| (outputs, Some(g.cols(padded)), record * PANEL);
-        let (bits, (groups_at, group, record)) = match format {
-            Format::F32 => (32, (0, None, 0)),
-            Format::F16 | Format::Bf16 => (16, (0, None, 0)),
-            Format::Fp8Channel => (8, (outputs, None, 0)),
-            Format::Fp8Block => (8, (0, Some(BLOCK), 4)),
-            Format::Mxfp8 => (8, (0, Some(mx::COLS), PANEL)),
-            Format::Int4(g) => (4, of(g, 2)),
-            Format::Int4Asym(g) => (4, asymmetric(g, 3)),
-            Format::Int8Asym(g) => (8, asymmetric(g, 4)),
-            Format::Mxfp4 => (4, (outputs, Some(mx::COLS), PANEL)),
-            Format::Nvfp4 => (4, (outputs, Some(mx::NV_COLS), PANEL)),
-            Format::Int8(g) | Format::Int8Offset(g) => (8, of(g, 2)),
-            _ => (8, (outputs, None, 0)),
-        };
-        let records = group.map_or(0, |g| padded.div_ceil(g));
-        let outputs_at = PANEL * padded * bits / 8;
-        let supers_at = outputs_at + (groups_at + records * record).next_multiple_of(LINE);
+        let blocks_at = groups_at + in_front.next_multiple_of(LINE);
+        let block_bytes = within + planes[0];
         Layout {
             blocks,
-            planes: [PANEL * BLOCK * bits / 8, 0],
-            outputs_at,
-            groups_at: outputs_at + groups_at,
+            planes,
+            outputs_at: 0,
+            groups_at,
             group,
             record,
             supers_at,
-            panel_bytes: supers_at,
+            super_record,
+            blocks_at: if blocks > 0 { blocks_at } else { 0 },
+            block_bytes,
+            panel_bytes: if blocks > 0 { blocks_at + blocks * (block_bytes + planes[1]) } else { 0 },
         }
     }
 
-    /// Where the bytes of some blocks are in a panel: in each plane, in the scales, and in the records of [`SUPER`] columns. Scales of
-    /// outputs count as if each block had some.
+    /// The layout of a matrix of an accepted format.
+    pub fn new(format: Format, cols: usize) -> Self {
+        let padded = cols.next_multiple_of(BLOCK);
+        let each = PANEL * 4;
+        let of = |g: Group, record: usize| match g {
+            Group::Row => (each, None),
+            Group::Of(g) => (each, Some((g as usize, record * PANEL))),
+        };
+        let asymmetric = |g: Group, record: usize| (each, Some((g.cols(padded), record * PANEL)));
+        let (bits, (outputs, groups)) = match format {
+            Format::F32 => (32, (0, None)),
+            Format::F16 | Format::Bf16 => (16, (0, None)),
+            Format::Fp8Channel => (8, (each, None)),
+            Format::Fp8Block => (8, (0, Some((BLOCK, 4)))),
+            Format::Mxfp8 => (8, (0, Some((mx::COLS, PANEL)))),
+            Format::Int4(g) => (4, of(g, 2)),
+            Format::Int4Asym(g) => (4, asymmetric(g, 3)),
+            Format::Int8Asym(g) => (8, asymmetric(g, 4)),
+            Format::Mxfp4 => (4, (each, Some((mx::COLS, PANEL)))),
+            Format::Nvfp4 => (4, (each, Some((mx::NV_COLS, PANEL)))),
+            Format::Int8(g) | Format::Int8Offset(g) => (8, of(g, 2)),
+            _ => (8, (each, None)),
+        };
+        Layout::of(cols, Parts { planes: [PANEL * BLOCK * bits / 8, 0], outputs, groups, super_record: 0 })
+    }
+
+    /// Bytes of scales at the beginning of a block.
+    fn within(&self) -> usize {
+        self.block_bytes - self.planes[0]
+    }
+
+    /// Bytes between the scales of a block's groups and those of the next one's.
+    pub(crate) fn record_skip(&self) -> usize {
+        if self.within() > 0 { self.planes[0] } else { 0 }
+    }
+
+    /// Where the scales of group `i` begin in a panel.
+    pub fn record_at(&self, i: usize) -> usize {
+        let blocks = if self.within() > 0 { i * self.record / self.within() } else { 0 };
+        self.groups_at + i * self.record + blocks * self.record_skip()
+    }
+
+    /// Where the scales of the group begin that column `BLOCK * block` is of.
+    pub(crate) fn first_record(&self, block: usize) -> usize {
+        self.group.map_or(self.groups_at, |group| self.record_at(block * BLOCK / group))
+    }
+
+    /// Where a block begins in each plane of a panel.
+    pub fn planes_at(&self, block: usize) -> [usize; 2] {
+        let at = |block: usize| self.blocks_at + block * self.block_bytes;
+        [at(block) + self.within(), at(self.blocks) + block * self.planes[1]]
+    }
+
+    /// Bytes between the lines of a block and those of the next one, in each plane.
+    pub(crate) fn line_skip(&self) -> [usize; 2] {
+        [self.within(), 0]
+    }
+
+    /// Where the bytes of some blocks are in a panel: of scales in front, as if each block had as many, in scales of groups that are there,
+    /// among the blocks, and in plane 1.
     pub(crate) fn parts(&self, blocks: Range<usize>) -> [Range<usize>; 4] {
-        let ends = [self.blocks * self.planes[0], self.outputs_at, self.supers_at, self.panel_bytes];
+        let ends = [self.groups_at, self.blocks_at, self.planes_at(0)[1], self.panel_bytes];
         let mut start = 0;
         ends.map(|end| {
             let first = std::mem::replace(&mut start, end);
@@ -158,25 +234,28 @@ impl Layout {
 pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
     let format = matrix.format();
     let layout = Layout::new(format, matrix.cols());
-    for (first, out) in rows.clone().step_by(PANEL).zip(out.chunks_exact_mut(layout.panel_bytes)) {
+    for (first, out) in rows.clone().step_by(PANEL).zip(out.chunks_exact_mut(layout.panel_bytes.max(1))) {
         let outputs = PANEL.min(rows.end - first);
-        let (lines, scales) = out.split_at_mut(layout.outputs_at);
+        let row_bytes = layout.planes[0] / PANEL;
         for o in 0..outputs {
-            let codes = matrix.row(first + o);
-            match format {
-                Format::Int8(_) => each_dword(codes, lines, o * 4, |v| (v ^ 0x8080_8080).to_le_bytes()),
-                Format::Int4(_) | Format::Int4Asym(_) | Format::Mxfp4 | Format::Nvfp4 => {
-                    each_dword(codes, lines, o * 4, split_nibbles)
+            let blocks = out[layout.blocks_at..].chunks_exact_mut(layout.block_bytes);
+            for (codes, block) in matrix.row(first + o).chunks(row_bytes).zip(blocks) {
+                let lines = &mut block[layout.within()..];
+                match format {
+                    Format::Int8(_) => each_dword(codes, lines, o * 4, |v| (v ^ 0x8080_8080).to_le_bytes()),
+                    Format::Int4(_) | Format::Int4Asym(_) | Format::Mxfp4 | Format::Nvfp4 => {
+                        each_dword(codes, lines, o * 4, split_nibbles)
+                    }
+                    Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => {
+                        let at = o / 4 * 16 + o % 4 * 2;
+                        each_dword(codes, lines, [at, at + 8], u32::to_le_bytes);
+                    }
+                    Format::F16 => each_dword(codes, lines, [o * 2, o * 2 + LINE / 2], u32::to_le_bytes),
+                    _ => each_dword(codes, lines, o * 4, u32::to_le_bytes),
                 }
-                Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => {
-                    let at = o / 4 * 16 + o % 4 * 2;
-                    each_dword(codes, lines, [at, at + 8], u32::to_le_bytes);
-                }
-                Format::F16 => each_dword(codes, lines, [o * 2, o * 2 + LINE / 2], u32::to_le_bytes),
-                _ => each_dword(codes, lines, o * 4, u32::to_le_bytes),
             }
         }
-        pack_scales(matrix, layout, first, outputs, scales);
+        pack_scales(matrix, layout, first, outputs, out);
     }
 }
 
@@ -225,7 +304,7 @@ fn split_nibbles(v: u32) -> [u8; 4] {
 
 fn pack_scales(matrix: &Matrix, layout: Layout, first: usize, outputs: usize, out: &mut [u8]) {
     let Some(scales) = matrix.scales() else { return };
-    let mut put = |i: usize, v: f32| out[i * 4..][..4].copy_from_slice(&v.to_le_bytes());
+    let mut put = |at: usize, v: f32| out[at..at + 4].copy_from_slice(&v.to_le_bytes());
     let format = matrix.format();
     // Whether there are NaN codes among columns `group` of some that share a scale.
     let nan = |o: usize, group: usize, of: usize| {
@@ -238,7 +317,7 @@ fn pack_scales(matrix: &Matrix, layout: Layout, first: usize, outputs: usize, ou
             for tile in 0..scales.cols() {
                 let poisoned = (0..outputs).any(|o| nan(o, tile, BLOCK));
                 let scale = scales.get(first / kt_core::format::fp8::TILE, tile);
-                put(tile, if poisoned { f32::NAN } else { scale });
+                put(layout.groups_at + tile * 4, if poisoned { f32::NAN } else { scale });
             }
             return;
         }
@@ -253,12 +332,11 @@ fn pack_scales(matrix: &Matrix, layout: Layout, first: usize, outputs: usize, ou
         _ => (0..outputs).map(|o| base_scale(scales, first + o)).collect(),
     };
     for (o, &base) in base.iter().enumerate() {
-        put(o, base);
+        put(layout.outputs_at + o * 4, base);
     }
     let groups = if layout.record > 0 { scales.cols() } else { 0 };
-    for (g, out) in
-        out[layout.groups_at - layout.outputs_at..].chunks_exact_mut(layout.record.max(1)).enumerate().take(groups)
-    {
+    for g in 0..groups {
+        let out = &mut out[layout.record_at(g)..][..layout.record];
         for o in 0..outputs {
             match format {
                 Format::Mxfp8 if nan(o, g, mx::COLS) => out[o] = 255,
@@ -309,31 +387,41 @@ mod tests {
     #[test]
     fn parts_of_all_blocks_are_the_panel() {
         // Two planes and records of 256 columns as well, which no format of this crate has.
-        let two = Layout {
-            planes: [1024, 256],
-            outputs_at: 9 * 1280,
-            groups_at: 9 * 1280,
-            ..Layout::new(Format::Mxfp4, 1100)
-        };
-        let two = Layout { supers_at: two.groups_at + 640, panel_bytes: two.groups_at + 640 + 320, ..two };
+        let parts = Parts { planes: [1024, 256], outputs: 4, groups: Some((64, 32)), super_record: 32 };
         let others =
             [(Format::Bf16, 100), (Format::Int4(Group::Of(32)), 704), (Format::Fp8Block, 2048), (Format::Mxfp8, 2880)];
-        for layout in others.map(|(format, cols)| Layout::new(format, cols)).into_iter().chain([two]) {
+        for layout in
+            others.map(|(format, cols)| Layout::new(format, cols)).into_iter().chain([Layout::of(1100, parts)])
+        {
             let whole = layout.parts(0..layout.blocks);
             assert_eq!((whole[0].start, whole[3].end), (0, layout.panel_bytes), "{layout:?}");
             assert!(whole.windows(2).all(|w| w[0].end == w[1].start), "{layout:?}");
-            let plane = layout.blocks * layout.planes[0];
-            assert_eq!((whole[0].end, whole[1].end, whole[2].end), (plane, layout.outputs_at, layout.supers_at));
             for cut in 0..=layout.blocks {
                 let (before, after) = (layout.parts(0..cut), layout.parts(cut..layout.blocks));
                 for i in 0..4 {
                     assert_eq!(before[i].start..after[i].end, whole[i]);
                     assert_eq!(before[i].end, after[i].start);
                 }
-                // Lines are where products look for them.
-                assert_eq!(before[0].end, cut * layout.planes[0]);
-                assert_eq!(before[1].end, plane + cut * layout.planes[1]);
+                // Blocks end where products look for their lines.
+                if cut > 0 {
+                    let [low, high] = layout.planes_at(cut - 1);
+                    assert_eq!((low + layout.planes[0], high + layout.planes[1]), (before[2].end, before[3].end));
+                }
             }
+        }
+    }
+
+    #[test]
+    fn scales_of_small_groups_are_in_their_blocks() {
+        let layout = Layout::new(Format::Int4(Group::Of(32)), 300);
+        assert_eq!((layout.blocks_at, layout.block_bytes), (64, 4 * 32 + 1024));
+        assert_eq!([0, 3, 4, 9].map(|g| layout.record_at(g)), [64, 64 + 96, 64 + 1152, 64 + 2 * 1152 + 32]);
+        assert_eq!(layout.first_record(2), layout.record_at(8));
+        // Half a line a block, groups that no block divides, and such of several blocks.
+        for (group, front) in [(128, 64 + 3 * 32 + 32), (96, 64 + 4 * 32), (256, 64 + 2 * 32)] {
+            let layout = Layout::new(Format::Int4(Group::Of(group)), 300);
+            assert_eq!((layout.blocks_at, layout.block_bytes), (front, 1024));
+            assert_eq!((layout.record_skip(), layout.record_at(2)), (0, 64 + 64));
         }
     }
 

@@ -12,7 +12,7 @@ use kt_core::cpu::kernel::{Outputs, Scratch, Weights};
 use kt_core::format::mx;
 use kt_core::{Format, Group};
 
-use crate::ahead::{Ahead, Later};
+use crate::ahead::{self, Ahead, Later};
 use crate::blocks::{Blocks, Decode, Row};
 use crate::isa::{Isa, Job};
 use crate::layout::{CHUNK, LINE, Layout, PANEL, SUPER};
@@ -20,7 +20,7 @@ use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
     Nibbles, NoScale, Scale, ShiftedNibbles, Summed, Unpack,
 };
-use crate::tile::{FloatTile, IntTile, Tile, scaled};
+use crate::tile::{FloatTile, IntTile, Tile, one_stream, scaled};
 use crate::tiled::{self, SUMS_SIZE, Spans, TILE_ROWS};
 
 /// Bytes of lines that tiles of rows pass over: most of a first-level cache of 48 KiB, all of one of 32.
@@ -44,6 +44,8 @@ pub trait Path<I: Isa> {
     /// Whether rows that are few stream. Integer products that do so have the same bits without a tile unit, so that code which has one
     /// leaves them out.
     const STREAMS: bool;
+    /// The most rows that stream over one panel after another where the hardware reads a single stream best.
+    const ONE_STREAM: usize;
     /// Whether many rows pass over lines that were unpacked for them.
     const UNPACKED: bool;
     /// Runs a tile of `r` rows x `p` panels on lines as stored.
@@ -98,9 +100,9 @@ macro_rules! summed_shapes {
 /// Panels at once for rows that stream. Where little happens per line, one: a single stream from memory is fastest. Else enough
 /// independent sums to hide the latency of unpacking and scaling, as far as registers go; in the order of a tile unit there are three times
 /// as many.
-fn stream_panels<I: Isa>(light: bool, rows: usize) -> usize {
+fn stream_panels<I: Isa, K: Path<I>>(rows: usize) -> usize {
     match (I::LARGE, rows) {
-        _ if light => 1,
+        _ if K::LIGHT || rows <= K::ONE_STREAM && ahead::one_stream() => 1,
         (_, 2..) if I::TILES => 1,
         (_, 1) | (true, 2) => 4,
         (false, 2..=3) | (true, 3..=6) => 2,
@@ -127,6 +129,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const INTEGERS: bool = true;
     const LIGHT: bool = L::OPERANDS == 1 && S::RECORD == 0;
     const STREAMS: bool = !I::TILES;
+    const ONE_STREAM: usize = one_stream::<L, S>();
     const UNPACKED: bool = L::OPERANDS > 1 && !(L::QUICK && I::LARGE && !I::TILES);
 
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
@@ -176,6 +179,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     const INTEGERS: bool = false;
     const LIGHT: bool = L::OPERANDS == 1;
     const STREAMS: bool = true;
+    const ONE_STREAM: usize = 0;
     const UNPACKED: bool = L::OPERANDS > 1;
 
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
@@ -283,7 +287,7 @@ impl Product<'_> {
         let stride = layout.panel_bytes;
         let packed = &weights.bytes()[range.start / PANEL * stride..];
         let (n, width) = (self.rows.len(), range.len());
-        // The panels after those that begin with `at`: of this product, or of the next one.
+        // The panels that come after so many more from `at` on: of this product, or of the next one.
         let following = |at: &[u8], panels: usize, done: usize| match next {
             Some((weights, first)) if done + panels * PANEL >= width => {
                 weights.bytes().as_ptr().wrapping_add(first / PANEL * layout_of(weights).panel_bytes)
@@ -294,9 +298,6 @@ impl Product<'_> {
         let input_stride = self.inputs.rows() * block_bytes;
         let first_row = self.rows.start * block_bytes;
         let inputs = &self.inputs.bytes()[first_row..];
-        // Where a block begins in each plane of a panel.
-        let planes_at =
-            |block: usize| [block * layout.planes[0], layout.blocks * layout.planes[0] + block * layout.planes[1]];
         let later = Later::default();
         // A tile of some panels, the first of which begins `panel`, from block `start` on, of all rows.
         let part = |panel: &'_ [u8], start: usize, blocks: usize| {
@@ -304,12 +305,15 @@ impl Product<'_> {
             Tile {
                 weights: [&[]; 2],
                 weight_stride: stride,
+                line_skip: layout.line_skip(),
                 panel: &packed[packed.len() - panel.len()..],
                 panel_stride: stride,
                 outputs_at: layout.outputs_at,
-                group_at: layout.groups_at + start * BLOCK / group * layout.record,
+                group_at: layout.first_record(start),
                 group,
                 group_left: group - start * BLOCK % group,
+                record_skip: layout.record_skip(),
+                front: if K::INTEGERS { layout.groups_at } else { layout.blocks_at },
                 supers_at: layout.supers_at,
                 first_block: start,
                 inputs: &inputs[start * input_stride..],
@@ -320,7 +324,7 @@ impl Product<'_> {
                 out: &mut [],
                 out_stride: width,
                 width: 0,
-                after: [std::ptr::null(); 2],
+                after: std::ptr::null(),
                 ahead: Ahead::of(n, 1, K::INTEGERS),
                 later: &later,
                 sums: &mut [],
@@ -335,12 +339,11 @@ impl Product<'_> {
             later.spread(1);
             later.ask();
             while done < width {
-                let panels = next_panels(done, stream_panels::<I>(K::LIGHT, n));
+                let panels = next_panels(done, stream_panels::<I, K>(n));
                 let panel = &packed[done / PANEL * stride..];
-                let after = following(panel, panels, done);
                 let tile = Tile {
-                    weights: planes_at(0).map(|at| &panel[at..]),
-                    after: planes_at(0).map(|at| after.wrapping_add(at)),
+                    weights: layout.planes_at(0).map(|at| &panel[at..]),
+                    after: following(panel, panels, done),
                     ahead: Ahead::of(n, panels, K::INTEGERS),
                     out: &mut self.out[done..],
                     width: (width - done).min(panels * PANEL),
@@ -357,7 +360,7 @@ impl Product<'_> {
         let operand_block = if unpack {
             layout.planes[0] / K::Lines::PLANES[0] * K::Lines::OPERANDS * LINE
         } else {
-            layout.planes[0] + layout.planes[1]
+            layout.block_bytes + layout.planes[1]
         };
         let most_blocks = (CACHED / (most_panels * operand_block)).clamp(1, layout.blocks);
         let unpacked_stride = most_blocks * operand_block;
@@ -374,15 +377,17 @@ impl Product<'_> {
             let panel = &packed[done / PANEL * stride..];
             for start in (0..layout.blocks).step_by(most_blocks) {
                 let blocks = most_blocks.min(layout.blocks - start);
-                let here = planes_at(start);
+                let here = layout.planes_at(start);
                 if unpack {
                     for p in 0..panels {
                         let mut from: [&[u8]; 2] = [&[]; 2];
                         for i in 0..2 {
-                            from[i] = &panel[p * stride + here[i]..][..blocks * layout.planes[i]];
+                            from[i] = &panel[p * stride + here[i]..];
                         }
                         let to = &mut buffer[p * unpacked_stride..][..blocks * operand_block];
-                        isa.run(Unpack::<K::Lines> { from, to, lines: PhantomData });
+                        let stride = [layout.block_bytes, layout.planes[1]];
+                        let (block, lines) = (operand_block, PhantomData);
+                        isa.run(Unpack::<K::Lines> { from, stride, block, to, lines });
                     }
                 }
                 // What comes next: the next columns, or the first ones of the next panels, and part of the next inputs.
@@ -414,6 +419,7 @@ impl Product<'_> {
                     let tile = Tile {
                         weights: if unpack { [&*buffer, &[]] } else { here.map(|at| &panel[at..]) },
                         weight_stride: if unpack { unpacked_stride } else { stride },
+                        line_skip: if unpack { [0; 2] } else { part.line_skip },
                         inputs: &part.inputs[first * block_bytes..],
                         out: &mut self.out[first * width + done..],
                         width: (width - done).min(panels * PANEL),
@@ -480,12 +486,15 @@ impl Product<'_> {
                     let tile = Tile {
                         weights: [&*buffer, &[]],
                         weight_stride: stride,
+                        line_skip: [0; 2],
                         panel: &*buffer,
                         panel_stride: stride,
                         outputs_at: 0,
                         group_at: line_bytes,
                         group: G,
                         group_left: G,
+                        record_skip: 0,
+                        front: 0,
                         supers_at: 0,
                         first_block,
                         inputs: &inputs[first_block * input_stride + rows.start * block_bytes..],
@@ -496,7 +505,7 @@ impl Product<'_> {
                         out: &mut self.out[rows.start * width + done..],
                         out_stride: width,
                         width: (width - done).min(panels * PANEL),
-                        after: [buffer.as_ptr(); 2],
+                        after: buffer.as_ptr(),
                         ahead: Ahead::of(n, 1, true),
                         later: &later,
                         sums,

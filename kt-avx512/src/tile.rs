@@ -16,10 +16,10 @@ use std::marker::PhantomData;
 
 use kt_core::cpu::input::{BLOCK, WORD_ZERO};
 
-use crate::ahead::{Ahead, Later, prefetch_later};
+use crate::ahead::{Ahead, Later, prefetch_later, prefetch_now};
 use crate::isa::{Isa, Job};
 use crate::layout::{LINE, PANEL, SUPER};
-use crate::lines::{Codes, Floats, SHIFTED, Scale};
+use crate::lines::{Codes, Floats, Lines, SHIFTED, Scale};
 use crate::tiled::{CHAIN, SUMS_BYTES};
 
 /// What register tiles read and write that follow each other in rows: `blocks` blocks of 128 columns of it.
@@ -29,6 +29,8 @@ pub struct Tile<'a> {
     pub weights: [&'a [u8]; 2],
     /// See `weights`.
     pub weight_stride: usize,
+    /// Bytes between the lines of a block and those of the next one, in each plane.
+    pub line_skip: [usize; 2],
     /// The first panel, for its scales; panel `p` begins at `p * panel_stride`.
     pub panel: &'a [u8],
     /// See `panel`.
@@ -41,6 +43,10 @@ pub struct Tile<'a> {
     pub group: usize,
     /// See `group`.
     pub group_left: usize,
+    /// Bytes between the scales of the groups of a block and those of the next one.
+    pub record_skip: usize,
+    /// Bytes of scales at the beginning of a panel, before all blocks.
+    pub front: usize,
     /// Where the records of [`SUPER`] columns begin in a panel.
     pub supers_at: usize,
     /// How many blocks come before the first one.
@@ -61,8 +67,8 @@ pub struct Tile<'a> {
     pub out_stride: usize,
     /// Outputs to write: the last panel may be cut.
     pub width: usize,
-    /// When lines stream: those that follow the last ones of the first panel, of each plane.
-    pub after: [*const u8; 2],
+    /// When lines stream: the panels that come next.
+    pub after: *const u8,
     /// How lines are asked for that stream.
     pub ahead: Ahead,
     /// What to ask for meanwhile, some with each block of each tile, when lines are in the cache.
@@ -88,8 +94,9 @@ impl Tile<'_> {
     fn check(&self, r: usize, p: usize, block_bytes: [usize; 2], reads: Reads) {
         assert!(self.blocks > 0 && self.row_tiles > 0);
         let r = r * self.row_tiles;
-        for (weights, block_bytes) in self.weights.iter().zip(block_bytes) {
-            assert!(block_bytes == 0 || weights.len() >= (p - 1) * self.weight_stride + self.blocks * block_bytes);
+        for ((weights, skip), bytes) in self.weights.iter().zip(self.line_skip).zip(block_bytes) {
+            let blocks = (self.blocks - 1) * (bytes + skip) + bytes;
+            assert!(bytes == 0 || weights.len() >= (p - 1) * self.weight_stride + blocks);
         }
         assert!(reads.scales == 0 || self.panel.len() >= (p - 1) * self.panel_stride + reads.scales);
         assert!(self.inputs.len() >= (self.blocks - 1) * self.input_stride + r * reads.input);
@@ -97,35 +104,39 @@ impl Tile<'_> {
         assert!(self.out.len() >= (r - 1) * self.out_stride + self.width);
     }
 
-    /// From a line or scale of plane `i` to where it is in the panels that follow.
+    /// From something in the panels to where it is in those that follow.
     #[inline(always)]
-    fn following(&self, i: usize) -> usize {
-        self.after[i].addr().wrapping_sub(self.weights[i].as_ptr().addr())
+    fn following(&self) -> usize {
+        self.after.addr().wrapping_sub(self.panel.as_ptr().addr())
     }
 
-    /// From a line of a block to the line that is to be prefetched, in each plane.
+    /// From a line of a block to the line that is to be prefetched, in each plane; `block_bytes` from one block to the next there.
     #[inline(always)]
     fn ahead<const P: usize>(&self, block: usize, block_bytes: [usize; 2]) -> [usize; 2] {
         let blocks = (self.ahead.bytes / P).div_ceil(block_bytes[0] + block_bytes[1]);
         let mut ahead = [0; 2];
-        for (i, ahead) in ahead.iter_mut().enumerate() {
+        for (ahead, bytes) in ahead.iter_mut().zip(block_bytes) {
             *ahead = if block + blocks < self.blocks {
-                blocks * block_bytes[i]
+                blocks * bytes
             } else {
-                self.following(i).wrapping_add(blocks * block_bytes[i]).wrapping_sub(self.blocks * block_bytes[i])
+                self.following().wrapping_add(blocks * bytes).wrapping_sub(self.blocks * bytes)
             };
         }
         ahead
     }
 
-    /// Asks for scales that are few, `bytes` from `at` on in each of the panels that follow. All now: a hint more in the loop takes registers
-    /// from it; and to the second level, since lines of all panels come before them. Those of one panel alone are part of a single stream.
+    /// Asks for the scales in front of panels, which are few. All now: a hint more in the loop takes registers from it. Those of several panels
+    /// a round before they are due, to the second level, since lines of all panels come before them. Those of one panel alone as they come, in
+    /// the order of addresses: then the hardware sees a single stream.
     #[inline(always)]
-    fn ask_scales<const P: usize>(&self, at: usize, bytes: usize) {
-        for line in (0..if P > 1 { bytes } else { 0 }).step_by(LINE) {
+    fn ask_front<const P: usize>(&self) {
+        for line in (0..self.front).step_by(LINE) {
             for p in 0..P {
-                let here = self.panel.as_ptr().wrapping_add(p * self.panel_stride + at + line);
-                prefetch_later(here.wrapping_add(self.following(0)));
+                let here = self.panel.as_ptr().wrapping_add(p * self.panel_stride + line);
+                match P {
+                    1 => prefetch_now(here),
+                    _ => prefetch_later(here.wrapping_add(self.following())),
+                }
             }
         }
     }
@@ -202,6 +213,15 @@ pub(crate) struct IntTile<
     pub kind: PhantomData<(L, S)>,
 }
 
+/// The most rows that read one panel of integers after another, in the order of addresses.
+pub(crate) const fn one_stream<L: Lines, S: Scale>() -> usize {
+    // Nibbles: see [`crate::layout`].
+    if S::RECORD > 0 && L::OPERANDS > 1 && L::PLANES[0] == LINE && L::PLANES[1] == 0 { 2 } else { 0 }
+}
+
+/// Lines that are asked for where a single stream will go on elsewhere.
+const NEXT_LINES: usize = 64;
+
 /// The same number, of which the compiler does not know that.
 #[inline(always)]
 fn opaque(n: usize) -> usize {
@@ -227,6 +247,19 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
 {
     /// Whether zero points are added to codes: for all rows, where a subtraction is for each. From three rows on it is less.
     const SHIFTS: bool = S::ZEROS && L::SHIFTABLE && R > 2;
+
+    /// Whether it reads one panel in the order of addresses: a single stream, that the hardware asks for in time as long as little is done with
+    /// each line.
+    const ONE_STREAM: bool = STREAM && P == 1 && R <= one_stream::<L, S>();
+
+    /// Whether lines are asked for, and scales.
+    const ASKS: bool = STREAM && !Self::ONE_STREAM;
+
+    /// Lines of scales that a block has before its others, at most.
+    const HEAD: usize = match WG {
+        0 => 0,
+        group => (BLOCK / group * S::RECORD).div_ceil(LINE),
+    };
 
     /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`; or what a tile unit made of them.
     ///
@@ -268,7 +301,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     let at = line.map(|line| line.wrapping_add(p * t.weight_stride));
                     for i in 0..2 {
                         // Once a line.
-                        if STREAM && L::PLANES[i] > 0 && ((s * steps + j) * L::PLANES[i]).is_multiple_of(LINE) {
+                        if Self::ASKS && L::PLANES[i] > 0 && ((s * steps + j) * L::PLANES[i]).is_multiple_of(LINE) {
                             t.ahead.ask(at[i].wrapping_add(ahead[i]));
                         }
                     }
@@ -338,10 +371,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let block_bytes = if L::SUMMED { [0; 2] } else { [steps * L::PLANES[0], steps * L::PLANES[1]] };
         let mut scales = if S::OUTPUTS { t.outputs_at + PANEL * 4 } else { 0 };
         if S::PAIRS {
-            scales = scales.max(t.group_at + t.blocks * (BLOCK / XG) * S::RECORD);
+            scales = scales.max(t.group_at + t.blocks * (BLOCK / XG) * S::RECORD + (t.blocks - 1) * t.record_skip);
         } else if S::RECORD > 0 {
             let records = (t.blocks * BLOCK).saturating_sub(t.group_left).div_ceil(t.group) + 1;
-            scales = scales.max(t.group_at + records * S::RECORD);
+            scales = scales.max(t.group_at + records * S::RECORD + (t.blocks - 1) * t.record_skip);
             assert!(t.group.is_multiple_of(WG) && t.group_left.is_multiple_of(WG) && t.group_left > 0);
         }
         if S::SUPER > 0 {
@@ -365,9 +398,14 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         };
         let (words, word_zero) = (isa.splat(0xffff), isa.splat(WORD_ZERO));
         if STREAM {
-            t.ask_scales::<P>(t.outputs_at, if S::OUTPUTS { PANEL * 4 } else { 0 });
-            t.ask_scales::<P>(t.supers_at, (t.blocks * BLOCK).div_ceil(SUPER) * S::SUPER);
+            t.ask_front::<P>();
+            if Self::ONE_STREAM && t.following() != t.panel_stride {
+                for line in 0..NEXT_LINES {
+                    prefetch_later(t.after.wrapping_add(line * LINE));
+                }
+            }
         }
+        let stride = [block_bytes[0] + t.line_skip[0], block_bytes[1] + t.line_skip[1]];
         for tile in 0..t.row_tiles {
             let first = tile * R;
             let mut zeros = [isa.splat(0); P];
@@ -381,7 +419,13 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     // To memory with the totals until the block's end: its sums and what they add up to need the registers.
                     std::hint::black_box(&mut total);
                 }
-                let ahead = if STREAM { t.ahead::<P>(block, block_bytes) } else { [0; 2] };
+                let ahead = if Self::ASKS { t.ahead::<P>(block, stride) } else { [0; 2] };
+                if Self::ONE_STREAM {
+                    // The scales now, as they come, and not between lines.
+                    for i in 0..Self::HEAD {
+                        prefetch_now(line[0].wrapping_sub((Self::HEAD - i) * LINE));
+                    }
+                }
                 if !STREAM && !L::SUMMED {
                     t.later.ask();
                 }
@@ -439,8 +483,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 let at = record.wrapping_add(p * t.panel_stride);
                                 // SAFETY: the records of these two groups of panel `p`, in bounds as said above.
                                 let scales = unsafe { S::pair(isa, at) };
-                                if STREAM {
-                                    t.ahead.ask(at.wrapping_add(t.following(0)));
+                                if Self::ASKS {
+                                    t.ahead.ask(at.wrapping_add(t.following()));
                                 }
                                 for sums in &mut sums {
                                     sums[p] = isa.madd(isa.xor(sums[p], word_zero), scales);
@@ -479,9 +523,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 // SAFETY: as above.
                                 minimum[p] = unsafe { S::minima(isa, at, above) };
                             }
-                            if STREAM && !S::PAIRS {
-                                t.ahead.ask(at.wrapping_add(t.following(0)));
-                            }
+                        }
+                        for p in 0..if Self::ASKS && S::RECORD > 0 && !S::PAIRS { P } else { 0 } {
+                            t.ahead.ask(record.wrapping_add(p * t.panel_stride).wrapping_add(t.following()));
                         }
                         if !S::PAIRS {
                             left -= WG;
@@ -521,6 +565,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     }
                 }
                 x = x.wrapping_add(t.input_stride);
+                record = record.wrapping_add(t.record_skip);
+                if !L::SUMMED {
+                    line = [line[0].wrapping_add(t.line_skip[0]), line[1].wrapping_add(t.line_skip[1])];
+                }
             }
             t.end(isa, first, total, S::OUTPUTS, 1.0);
         }
@@ -617,7 +665,11 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         match SCALED {
             scaled::NO => 0,
             scaled::OUTPUTS => self.tile.outputs_at + PANEL * 4,
-            _ => self.tile.group_at + self.tile.blocks * (BLOCK / span) * record,
+            _ => {
+                self.tile.group_at
+                    + self.tile.blocks * (BLOCK / span) * record
+                    + (self.tile.blocks - 1) * self.tile.record_skip
+            }
         }
     }
 
@@ -662,7 +714,8 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let mut total = if record > 0 { t.begin::<I, R, P>(isa, 0) } else { [[isa.zero(); P]; R] };
         let mut at = t.weights[0].as_ptr();
         let mut scale = t.panel.as_ptr().wrapping_add(t.group_at);
-        for _ in 0..spans {
+        let spans_of_block = if record > 0 { BLOCK / span } else { 1 };
+        for i in 1..=spans {
             let mut sums = total;
             for (r, sums) in sums.iter_mut().enumerate() {
                 for (p, sum) in sums.iter_mut().enumerate() {
@@ -677,7 +730,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                 total = sums;
             }
             at = at.wrapping_add(SUMS_BYTES);
-            scale = scale.wrapping_add(record);
+            scale = scale.wrapping_add(record + if i % spans_of_block == 0 { t.record_skip } else { 0 });
         }
         total
     }
@@ -701,9 +754,8 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let (span, record) = scaled::span(SCALED);
         let scales = self.scales();
         t.check(R, P, block_bytes, Reads { scales, input: input_bytes });
-        if STREAM && SCALED != scaled::NO {
-            let at = if SCALED == scaled::OUTPUTS { t.outputs_at } else { t.group_at };
-            t.ask_scales::<P>(at, scales - at);
+        if STREAM {
+            t.ask_front::<P>();
         }
 
         // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of all rows, and a
@@ -782,6 +834,8 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                 }
             }
             x = x.wrapping_add(t.input_stride);
+            line = line.wrapping_add(t.line_skip[0]);
+            scale = scale.wrapping_add(t.record_skip);
         }
         total
     }

@@ -116,6 +116,7 @@ pub(crate) fn cached<I: Isa>(
             && tile.sums.len() == SUMS_SIZE
     );
     assert!(row_stride >= row_bytes);
+    assert!(tile.line_skip == [0; 2]);
     assert!(tile.weights[0].len() >= (panels - 1) * tile.weight_stride + tile.blocks * line_bytes);
     assert!(tile.inputs.len() >= (tile.blocks - 1) * tile.input_stride + rows * row_stride);
     let sums = std::mem::take(&mut tile.sums);
@@ -169,7 +170,8 @@ pub(crate) fn cached<I: Isa>(
             let part = Tile {
                 weights: [&sums[at..], &[]],
                 weight_stride: TILE_BYTES,
-                group_at: tile.group_at + records * spans.record,
+                line_skip: [0; 2],
+                group_at: tile.group_at + records * spans.record + start * tile.record_skip,
                 group_left: left,
                 first_block: tile.first_block + start,
                 inputs: &inputs[done * row_stride..],

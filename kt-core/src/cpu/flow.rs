@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! region   run 1   tokens                        round and pack the input row of each token, once per layer
-//!          run 2   (expert, rows) x 128 outputs  gate and up products, biases, activation; pack into the down input
+//!          run 2   (expert, rows) x outputs      gate and up products, biases, activation; pack into the down input
 //!          run 3   outputs of down               for each expert, in order: output += weight * (down product + bias)
 //! ```
 //!
@@ -33,6 +33,13 @@ use crate::work::Work;
 /// Most rows of one expert in one task: unpacked weights are then used often enough (256 times), and gate and up tiles
 /// (2 x 256 x 128 x 4 bytes) still fit a second-level cache.
 const ROWS: usize = 256;
+
+/// Rows up to which weights stream from memory: then as many outputs are done together as their numbers fit a cache, so that a stream is long.
+const FEW: usize = 8;
+/// Blocks of outputs of that.
+const FEW_BLOCKS: usize = 8;
+/// Tokens up to which tiles of the output are wide, for the same reason.
+const FEW_TOKENS: usize = 32;
 
 /// How many rows before a row of the output is added to, it is asked for: each is somewhere else in memory.
 const ADDED_AHEAD: usize = 4;
@@ -702,19 +709,23 @@ impl<K: Kernel> BankInner<K> {
         let lengths = chunks.iter().flat_map(|c| (0..blocks).map(move |_| c.rows.len() * down_layout.block_bytes()));
         let pieces = Pieces::within(std::mem::take(marks), h, lengths);
         let call = CALLS.fetch_add(1, Ordering::Relaxed) + 1;
-        // With experts enough for all threads, each does all blocks of one (of its node), whose rows then stay in its cache.
-        let together = chunks.len() >= 8 * region.threads();
         parts.iter_mut().for_each(Vec::clear);
         parts.resize_with(self.nodes.len(), Vec::new);
-        for (chunk, of) in chunks.iter().enumerate() {
-            for (parts, outputs) in parts.iter_mut().zip(&self.experts[of.expert].cuts.intermediate) {
-                if outputs.is_empty() {
-                    continue;
-                }
-                let blocks = outputs.start / BLOCK..outputs.end.div_ceil(BLOCK);
-                match together {
-                    true => parts.push(Part { chunk, blocks }),
-                    false => parts.extend(blocks.map(|b| Part { chunk, blocks: b..b + 1 })),
+        for (node, (parts, &threads)) in parts.iter_mut().zip(&self.nodes).enumerate() {
+            let blocks_of = |chunk: &Chunk| {
+                let outputs = &self.experts[chunk.expert].cuts.intermediate[node];
+                outputs.start / BLOCK..outputs.end.div_ceil(BLOCK)
+            };
+            let mut left: usize = chunks.iter().map(|chunk| blocks_of(chunk).len()).sum();
+            for (chunk, of) in chunks.iter().enumerate() {
+                let mut blocks = blocks_of(of);
+                while !blocks.is_empty() {
+                    // Most tasks are all blocks of an expert, whose rows and weights then are one thread's; the last ones are small, so that
+                    // threads end together.
+                    let n = (left / (4 * threads.max(1))).clamp(1, blocks.len());
+                    parts.push(Part { chunk, blocks: blocks.start..blocks.start + n });
+                    blocks.start += n;
+                    left -= n;
                 }
             }
         }
@@ -726,12 +737,14 @@ impl<K: Kernel> BankInner<K> {
             let chunk = &chunks[part.chunk];
             // The other threads of the node probably take the tasks in between.
             let after = parts[node].get(task + self.nodes[node]).map(|p| (p.chunk, p.blocks.start));
-            for block in part.blocks.clone() {
-                let outputs = block * BLOCK..self.layer.intermediate.min((block + 1) * BLOCK);
-                let next = if block + 1 < part.blocks.end { Some((part.chunk, block + 1)) } else { after };
+            let together = if chunk.rows.len() <= FEW { FEW_BLOCKS } else { 1 };
+            for block in part.blocks.clone().step_by(together) {
+                let end = part.blocks.end.min(block + together);
+                let outputs = block * BLOCK..self.layer.intermediate.min(end * BLOCK);
+                let next = if end < part.blocks.end { Some((part.chunk, end)) } else { after };
                 let next = next.map(|(c, block)| (&*self.experts[chunks[c].expert], block * BLOCK));
                 let tokens = &row_tokens[chunk.rows.clone()];
-                let h = pieces.take(part.chunk * blocks + block);
+                let h = |block: usize| pieces.take(part.chunk * blocks + block);
                 self.gate_up((chunk, (call, part.chunk)), (outputs, next), [gate_x, up_x], tokens, h, scratch);
             }
         });
@@ -739,7 +752,8 @@ impl<K: Kernel> BankInner<K> {
 
         let h = &*h;
         // All tokens in one tile: cut, an expert's rows would be fewer than it has, and its weights read again.
-        columns.set(self.experts.first().map_or(&[], |e| &e.cuts.hidden), &self.nodes, 1, K::PANEL);
+        let hidden = self.experts.first().map_or(&[][..], |e| &e.cuts.hidden);
+        columns.set(hidden, &self.nodes, 1, (K::PANEL, tokens <= FEW_TOKENS));
         tasks.clear();
         tasks.extend(columns.lanes.iter().map(Range::len));
         let columns = &*columns;
@@ -804,12 +818,20 @@ impl<K: Kernel> BankInner<K> {
         parts.resize_with(self.nodes.len().max(parts.len()), Vec::new);
         parts.iter_mut().for_each(|parts| room(parts, most_parts));
         room(tasks, self.nodes.len());
-        columns.set(&expert.cuts.hidden, &self.nodes, 1, K::PANEL);
+        columns.set(&expert.cuts.hidden, &self.nodes, 1, (K::PANEL, true));
+        let widest_of_few = columns.widest();
+        columns.set(&expert.cuts.hidden, &self.nodes, 1, (K::PANEL, false));
         marks.reserve(most_parts.max(tokens * hidden.div_ceil(BLOCK)).max(columns.ends.len()));
         let widest = columns.widest();
         region.put_buffers(buffers);
         // An expert has a token once.
-        region.each_thread(|scratch| self.reserve_scratch(tokens.min(ROWS), widest.clone(), scratch));
+        let most = tokens.min(ROWS);
+        let few = intermediate.min(FEW_BLOCKS * BLOCK) * most.min(FEW);
+        let few = few.max(widest_of_few.len() * most.min(FEW_TOKENS));
+        region.each_thread(|scratch| {
+            scratch.tiles.iter_mut().for_each(|tile| tile.resize(tile.len().max(few), 0.0));
+            self.reserve_scratch(most, widest.clone(), scratch);
+        });
     }
 
     /// What kernels need of a thread's scratch they know when they run: they do, on zeros, for 1, 2, 4 … `most` rows.
@@ -836,13 +858,15 @@ impl<K: Kernel> BankInner<K> {
         }
     }
 
-    fn gate_up(
+    /// Computes `outputs`, which begin with a block, of gate and up for the rows of a chunk, and packs what the activation makes of them to `h` of
+    /// each block.
+    fn gate_up<'h>(
         &self,
         (chunk, of): (&Chunk, (u64, usize)),
         (outputs, next): (Range<usize>, Option<(&Expert, usize)>),
         x: [PackedTokens<'_>; 2],
         tokens: &[u32],
-        h: &mut [u8],
+        h: impl Fn(usize) -> &'h mut [u8],
         scratch: &mut Scratch,
     ) {
         let (expert, width) = (&self.experts[chunk.expert], outputs.len());
@@ -867,8 +891,12 @@ impl<K: Kernel> BankInner<K> {
         }
         self.kernel.activate(self.layer.activation, &mut gate, &up);
         let layout = self.layouts[Proj::Down.index()];
-        for (row, out) in gate.chunks_exact(width).zip(h.chunks_exact_mut(layout.block_bytes())) {
-            self.kernel.pack_input(layout, row, out);
+        for start in (0..width).step_by(BLOCK) {
+            let columns = start..width.min(start + BLOCK);
+            let h = h((outputs.start + start) / BLOCK);
+            for (row, out) in gate.chunks_exact(width).zip(h.chunks_exact_mut(layout.block_bytes())) {
+                self.kernel.pack_input(layout, &row[columns.clone()], out);
+            }
         }
         scratch.tiles = [gate, up];
         scratch.gathered = gathered;
@@ -927,7 +955,7 @@ impl<K: Kernel> LinearOp for CpuLinear<K> {
                 |row, block| block * n + row,
             );
             let inputs = Inputs::new(self.layout, n, cols, bytes);
-            let columns = Columns::new(&self.cuts, &self.nodes, n.div_ceil(ROWS), K::PANEL);
+            let columns = Columns::new(&self.cuts, &self.nodes, n.div_ceil(ROWS), (K::PANEL, n <= FEW_TOKENS));
             let tasks: Vec<usize> = columns.lanes.iter().map(|lane| lane.len() * n.div_ceil(ROWS)).collect();
             let grid = Grid::new(y, n, ROWS, &columns.ends);
             region.run_lanes(&tasks, |node, task, scratch| {
