@@ -97,7 +97,8 @@ macro_rules! summed_shapes {
     };
 }
 
-/// Panels at once for rows that stream. Where little happens per line, one: a single stream from memory is fastest. Else enough
+/// Panels at once for rows that stream. Where little happens per line, one: a single stream from memory is fastest, if nothing that a panel needs
+/// is elsewhere. Else enough
 /// independent sums to hide the latency of unpacking and scaling, as far as registers go; in the order of a tile unit there are three times
 /// as many.
 fn stream_panels<I: Isa, K: Path<I>>(rows: usize) -> usize {
@@ -287,7 +288,7 @@ impl Product<'_> {
         let stride = layout.panel_bytes;
         let packed = &weights.bytes()[range.start / PANEL * stride..];
         let (n, width) = (self.rows.len(), range.len());
-        // The panels that come after so many more from `at` on: of this product, or of the next one.
+        // The panels after those that begin with `at`: of this product, or of the next one.
         let following = |at: &[u8], panels: usize, done: usize| match next {
             Some((weights, first)) if done + panels * PANEL >= width => {
                 weights.bytes().as_ptr().wrapping_add(first / PANEL * layout_of(weights).panel_bytes)

@@ -665,11 +665,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         match SCALED {
             scaled::NO => 0,
             scaled::OUTPUTS => self.tile.outputs_at + PANEL * 4,
-            _ => {
-                self.tile.group_at
-                    + self.tile.blocks * (BLOCK / span) * record
-                    + (self.tile.blocks - 1) * self.tile.record_skip
-            }
+            _ => self.tile.group_at + self.tile.blocks * (BLOCK / span) * record,
         }
     }
 
@@ -714,8 +710,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let mut total = if record > 0 { t.begin::<I, R, P>(isa, 0) } else { [[isa.zero(); P]; R] };
         let mut at = t.weights[0].as_ptr();
         let mut scale = t.panel.as_ptr().wrapping_add(t.group_at);
-        let spans_of_block = if record > 0 { BLOCK / span } else { 1 };
-        for i in 1..=spans {
+        for _ in 0..spans {
             let mut sums = total;
             for (r, sums) in sums.iter_mut().enumerate() {
                 for (p, sum) in sums.iter_mut().enumerate() {
@@ -730,7 +725,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                 total = sums;
             }
             at = at.wrapping_add(SUMS_BYTES);
-            scale = scale.wrapping_add(record + if i % spans_of_block == 0 { t.record_skip } else { 0 });
+            scale = scale.wrapping_add(record);
         }
         total
     }
@@ -744,6 +739,8 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
     #[inline(always)]
     fn total<I: Isa, const INPUTS_UP: bool>(&self, isa: I, first: usize) -> [[I::Flt; P]; R] {
         let t = &self.tile;
+        // Nibbles only have scales between lines.
+        assert!(t.line_skip == [0; 2] && t.record_skip == 0);
         if const { L::SUMMED } {
             return self.total_of_sums(isa);
         }
@@ -834,8 +831,6 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                 }
             }
             x = x.wrapping_add(t.input_stride);
-            line = line.wrapping_add(t.line_skip[0]);
-            scale = scale.wrapping_add(t.record_skip);
         }
         total
     }
