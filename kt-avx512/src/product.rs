@@ -44,7 +44,7 @@ pub trait Path<I: Isa> {
     /// Whether rows that are few stream. Integer products that do so have the same bits without a tile unit, so that code which has one
     /// leaves them out.
     const STREAMS: bool;
-    /// The most rows that stream over one panel after another where the hardware reads a single stream best.
+    /// The most rows that stream over one panel after another with operands of 512 bits, where the hardware reads a single stream best.
     const ONE_STREAM: usize;
     /// Whether many rows pass over lines that were unpacked for them.
     const UNPACKED: bool;
@@ -103,7 +103,8 @@ macro_rules! summed_shapes {
 /// as many.
 fn stream_panels<I: Isa, K: Path<I>>(rows: usize) -> usize {
     match (I::LARGE, rows) {
-        _ if K::LIGHT || rows <= K::ONE_STREAM && ahead::one_stream() => 1,
+        _ if K::LIGHT => 1,
+        (true, rows) if rows <= K::ONE_STREAM && ahead::one_stream() => 1,
         (_, 2..) if I::TILES => 1,
         (_, 1) | (true, 2) => 4,
         (false, 2..=3) | (true, 3..=6) => 2,
