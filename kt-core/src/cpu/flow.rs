@@ -714,7 +714,8 @@ impl<K: Kernel> BankInner<K> {
         for (node, (parts, &threads)) in parts.iter_mut().zip(&self.nodes).enumerate() {
             let blocks_of = |chunk: &Chunk| {
                 let outputs = &self.experts[chunk.expert].cuts.intermediate[node];
-                outputs.start / BLOCK..outputs.end.div_ceil(BLOCK)
+                // A node that has none may have them end within a block.
+                outputs.start / BLOCK..if outputs.is_empty() { 0 } else { outputs.end.div_ceil(BLOCK) }
             };
             let mut left: usize = chunks.iter().map(|chunk| blocks_of(chunk).len()).sum();
             for (chunk, of) in chunks.iter().enumerate() {
