@@ -131,7 +131,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const INTEGERS: bool = true;
     const LIGHT: bool = L::OPERANDS == 1 && S::RECORD == 0;
     const STREAMS: bool = !I::TILES;
-    const ONE_STREAM: usize = one_stream::<L, S>();
+    const ONE_STREAM: usize = one_stream::<L, S, WG>();
     const UNPACKED: bool = L::OPERANDS > 1 && !(L::QUICK && I::LARGE && !I::TILES);
 
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {

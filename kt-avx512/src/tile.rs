@@ -213,10 +213,17 @@ pub(crate) struct IntTile<
     pub kind: PhantomData<(L, S)>,
 }
 
+/// Lines of scales that a block has before its others, where there is one plane of nibbles: if they fill lines, see
+/// [`Layout::of`](crate::layout::Layout::of).
+const fn head<S: Scale, const WG: usize>() -> usize {
+    let bytes = if WG > 0 { BLOCK / WG * S::RECORD } else { 0 };
+    if bytes.is_multiple_of(LINE) { bytes / LINE } else { 0 }
+}
+
 /// The most rows that read one panel of integers after another, in the order of addresses.
-pub(crate) const fn one_stream<L: Lines, S: Scale>() -> usize {
-    // Nibbles: see [`crate::layout`].
-    if S::RECORD > 0 && L::OPERANDS > 1 && L::PLANES[0] == LINE && L::PLANES[1] == 0 { 2 } else { 0 }
+pub(crate) const fn one_stream<L: Lines, S: Scale, const WG: usize>() -> usize {
+    // Nibbles with scales in their blocks. Those with scales in front (groups of 128) are a quarter slower so.
+    if head::<S, WG>() > 0 && L::OPERANDS > 1 && L::PLANES[0] == LINE && L::PLANES[1] == 0 { 2 } else { 0 }
 }
 
 /// Lines that are asked for where a single stream will go on elsewhere.
@@ -250,16 +257,13 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
 
     /// Whether it reads one panel in the order of addresses: a single stream, that the hardware asks for in time as long as little is done with
     /// each line.
-    const ONE_STREAM: bool = STREAM && P == 1 && R <= one_stream::<L, S>();
+    const ONE_STREAM: bool = STREAM && P == 1 && R <= one_stream::<L, S, WG>();
 
     /// Whether lines are asked for, and scales.
     const ASKS: bool = STREAM && !Self::ONE_STREAM;
 
-    /// Lines of scales that a block has before its others, at most.
-    const HEAD: usize = match WG {
-        0 => 0,
-        group => (BLOCK / group * S::RECORD).div_ceil(LINE),
-    };
+    /// Lines of scales that a block has before its others.
+    const HEAD: usize = head::<S, WG>();
 
     /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`; or what a tile unit made of them.
     ///
