@@ -3,12 +3,12 @@
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …          outputs padded to 16
 //! panel    front: scales of outputs, of 256 columns, of groups | block 0 | block 1 | … | plane 1 of all blocks   sections padded to 64 bytes
-//! block    scales of its groups, of nibbles | lines of plane 0                                                128 columns; k padded to that
+//! block    scales of groups, of nibbles | lines of plane 0                                                    128 columns; k padded to that
 //! ```
 //!
 //! Nibbles have the scales of their groups at hand: then what a product needs comes in the order of addresses, one panel after another, and a
-//! single stream is what memory is read fastest in (`PERFORMANCE.md`). That is, if the groups divide a block and their scales fill lines; else
-//! they are in front. Formats of this crate have one plane.
+//! single stream is what memory is read fastest in (`PERFORMANCE.md`). That is, if the groups divide a block and the scales of one block, of two
+//! or of four fill lines: the first of these blocks has them. Else they are in front. Formats of this crate have one plane.
 //!
 //! | formats | a line | scales of a panel |
 //! | --- | --- | --- |
@@ -45,35 +45,35 @@ use kt_core::{Format, Group, Matrix};
 
 /// The version of everything said above, and of how scales are rounded. Packed weights are kept on disk with it: raise it with any
 /// change of the bytes.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 
 /// What version [`VERSION`] makes of fixed matrices: checksums, by format. A test compares; it prints this table as it should be.
 #[cfg(test)]
 pub(crate) const PACKED: &[(&str, u64)] = &[
-    ("F32", 0x97c9fc9abb29fb2c),
-    ("F16", 0x559a647e911f588b),
-    ("BF16", 0xb3bf94a8541ac156),
-    ("FP8-block", 0xcd1e6d46dee14431),
-    ("FP8-channel", 0x3fe6033d6934d8a3),
-    ("INT8-channel", 0x346cdea1ae7e29a4),
-    ("INT8-g32", 0x9cb0aa26dcb4961f),
-    ("INT8-g128", 0xbacb5b9da4b0a8f2),
-    ("INT8-offset-channel", 0x621c9f26b731596c),
-    ("INT8-offset-g128", 0xd64967874d63b8cf),
-    ("INT8-asym-channel", 0xf3dfbc57ac3bbee5),
-    ("INT8-asym-g32", 0xec95e35ab597f2b1),
-    ("INT8-asym-g128", 0x52494f5fd3ffc093),
-    ("INT4-channel", 0xb4e170ef667a6658),
-    ("INT4-g32", 0x79ced3053c28e247),
-    ("INT4-g64", 0x85942de2f1275b43),
-    ("INT4-g128", 0xa0e7d5b95c77da48),
-    ("INT4-asym-channel", 0x3dbe46ce53de8c24),
-    ("INT4-asym-g32", 0xd7f0febd691e011e),
-    ("INT4-asym-g128", 0x8687fc5a3627bec6),
-    ("MXFP4", 0x07892673e63698ad),
-    ("MXFP8", 0xc793109bf2b77cde),
-    ("NVFP4", 0x2764879f2f78d115),
-    ("INT4-g96", 0xc2ba86b937d90c5c),
+    ("F32", 0x55e21ece08f10dfa),
+    ("F16", 0xc65aec74215425a8),
+    ("BF16", 0xf8d3cb6b8dcb0c41),
+    ("FP8-block", 0x2b6d25e7a20a92bd),
+    ("FP8-channel", 0x26bb12e563d31a3f),
+    ("INT8-channel", 0xa77ba4fb128d6b16),
+    ("INT8-g32", 0x9f4d0cb8492e7ff2),
+    ("INT8-g128", 0x6d27680469f86317),
+    ("INT8-offset-channel", 0x4e39d645d02da5dd),
+    ("INT8-offset-g128", 0x10720d7fd922032b),
+    ("INT8-asym-channel", 0xde0a44f28d1dd798),
+    ("INT8-asym-g32", 0xc8688f86a721a56d),
+    ("INT8-asym-g128", 0xd11d5fb8d877702e),
+    ("INT4-channel", 0xd29eb1bdff21321b),
+    ("INT4-g32", 0x5eeaf4e86a525ee5),
+    ("INT4-g64", 0x79d827ff3a154498),
+    ("INT4-g128", 0x852c525c77671bd0),
+    ("INT4-asym-channel", 0x388af9175e352902),
+    ("INT4-asym-g32", 0x00ac708417e115ca),
+    ("INT4-asym-g128", 0x9c5cd71fc509fc1f),
+    ("MXFP4", 0x55b08e20b1aefd0e),
+    ("MXFP8", 0x21c83e17752a7b24),
+    ("NVFP4", 0xd8ed1b0e336fd248),
+    ("INT4-g96", 0x120d88fd0109dba3),
 ];
 
 /// Outputs of a panel.
@@ -106,8 +106,10 @@ pub struct Layout {
     pub super_record: usize,
     /// Where the first block begins in a panel.
     pub blocks_at: usize,
-    /// Bytes from one block to the next: of scales, and of plane 0.
-    pub block_bytes: usize,
+    /// Blocks, one, two or four, the first of which has the scales of all their groups before its lines; if these are not in front.
+    pub unit: usize,
+    /// Bytes of these scales, whole lines; or 0.
+    pub head: usize,
     /// Bytes from one panel to the next.
     pub panel_bytes: usize,
 }
@@ -134,17 +136,17 @@ impl Layout {
         let supers_at = outputs.next_multiple_of(LINE);
         let groups_at = supers_at + (padded.div_ceil(SUPER) * super_record).next_multiple_of(LINE);
         let (group, record) = (groups.map(|g| g.0), groups.map_or(0, |g| g.1));
-        // Of a block, if they are within.
+        // Of a block of nibbles; of others there are none among the blocks.
         let nibbles = planes == [PANEL * BLOCK / 2, 0];
-        let within = group.filter(|&g| nibbles && g > 0 && BLOCK.is_multiple_of(g)).map_or(0, |g| BLOCK / g * record);
-        let within = if within.is_multiple_of(LINE) { within } else { 0 };
+        let of_block = group.filter(|&g| nibbles && g > 0 && BLOCK.is_multiple_of(g)).map_or(0, |g| BLOCK / g * record);
+        let unit = [1, 2, 4].into_iter().find(|unit| (unit * of_block).is_multiple_of(LINE));
+        let (unit, head) = unit.map_or((1, 0), |unit| (unit, unit * of_block));
         let in_front = match group {
-            Some(g) if within == 0 && padded > 0 => padded.div_ceil(g) * record,
+            Some(g) if head == 0 && padded > 0 => padded.div_ceil(g) * record,
             _ => 0,
         };
-        let blocks_at = groups_at + in_front.next_multiple_of(LINE);
-        let block_bytes = within + planes[0];
-        Layout {
+        let blocks_at = if blocks > 0 { groups_at + in_front.next_multiple_of(LINE) } else { 0 };
+        let mut layout = Layout {
             blocks,
             planes,
             outputs_at: 0,
@@ -153,10 +155,13 @@ impl Layout {
             record,
             supers_at,
             super_record,
-            blocks_at: if blocks > 0 { blocks_at } else { 0 },
-            block_bytes,
-            panel_bytes: if blocks > 0 { blocks_at + blocks * (block_bytes + planes[1]) } else { 0 },
-        }
+            blocks_at,
+            unit,
+            head,
+            panel_bytes: 0,
+        };
+        layout.panel_bytes = layout.plane_1_at() + blocks * planes[1];
+        layout
     }
 
     /// The layout of a matrix of an accepted format.
@@ -185,20 +190,20 @@ impl Layout {
         Layout::of(cols, Parts { planes: [PANEL * BLOCK * bits / 8, 0], outputs, groups, super_record: 0 })
     }
 
-    /// Bytes of scales at the beginning of a block.
-    fn within(&self) -> usize {
-        self.block_bytes - self.planes[0]
+    /// Bytes between the lines of the last block of a unit and those of the next one, in each plane.
+    pub(crate) fn line_skip(&self) -> [usize; 2] {
+        [self.head, 0]
     }
 
-    /// Bytes between the scales of a block's groups and those of the next one's.
+    /// Bytes between the scales of a unit's groups and those of the next one's.
     pub(crate) fn record_skip(&self) -> usize {
-        if self.within() > 0 { self.planes[0] } else { 0 }
+        if self.head > 0 { self.unit * self.planes[0] } else { 0 }
     }
 
     /// Where the scales of group `i` begin in a panel.
     pub fn record_at(&self, i: usize) -> usize {
-        let blocks = if self.within() > 0 { i * self.record / self.within() } else { 0 };
-        self.groups_at + i * self.record + blocks * self.record_skip()
+        let units = self.group.map_or(0, |group| i * group / (self.unit * BLOCK));
+        self.groups_at + i * self.record + units * self.record_skip()
     }
 
     /// Where the scales of the group begin that column `BLOCK * block` is of.
@@ -208,25 +213,34 @@ impl Layout {
 
     /// Where a block begins in each plane of a panel.
     pub fn planes_at(&self, block: usize) -> [usize; 2] {
-        let at = |block: usize| self.blocks_at + block * self.block_bytes;
-        [at(block) + self.within(), at(self.blocks) + block * self.planes[1]]
+        let heads = (block / self.unit + 1) * self.head;
+        [self.blocks_at + heads + block * self.planes[0], self.plane_1_at() + block * self.planes[1]]
     }
 
-    /// Bytes between the lines of a block and those of the next one, in each plane.
-    pub(crate) fn line_skip(&self) -> [usize; 2] {
-        [self.within(), 0]
+    /// Where so many blocks end in plane 0, and what of plane 1 there is begins.
+    fn end_at(&self, blocks: usize) -> usize {
+        self.blocks_at + blocks.div_ceil(self.unit) * self.head + blocks * self.planes[0]
+    }
+
+    /// Where plane 1 begins in a panel.
+    fn plane_1_at(&self) -> usize {
+        self.end_at(self.blocks)
     }
 
     /// Where the bytes of some blocks are in a panel: of scales in front, as if each block had as many, in scales of groups that are there,
     /// among the blocks, and in plane 1.
     pub(crate) fn parts(&self, blocks: Range<usize>) -> [Range<usize>; 4] {
-        let ends = [self.groups_at, self.blocks_at, self.planes_at(0)[1], self.panel_bytes];
-        let mut start = 0;
-        ends.map(|end| {
-            let first = std::mem::replace(&mut start, end);
-            let at = |block: usize| first + (end - first) * block / self.blocks;
-            at(blocks.start)..at(blocks.end)
-        })
+        let share = |of: Range<usize>, block: usize| of.start + of.len() * block / self.blocks;
+        let at = |block: usize| {
+            [
+                share(0..self.groups_at, block),
+                share(self.groups_at..self.blocks_at, block),
+                self.end_at(block),
+                self.plane_1_at() + block * self.planes[1],
+            ]
+        };
+        let (start, end) = (at(blocks.start), at(blocks.end));
+        std::array::from_fn(|i| start[i]..end[i])
     }
 }
 
@@ -238,9 +252,8 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
         let outputs = PANEL.min(rows.end - first);
         let row_bytes = layout.planes[0] / PANEL;
         for o in 0..outputs {
-            let blocks = out[layout.blocks_at..].chunks_exact_mut(layout.block_bytes);
-            for (codes, block) in matrix.row(first + o).chunks(row_bytes).zip(blocks) {
-                let lines = &mut block[layout.within()..];
+            for (block, codes) in matrix.row(first + o).chunks(row_bytes).enumerate() {
+                let lines = &mut out[layout.planes_at(block)[0]..][..layout.planes[0]];
                 match format {
                     Format::Int8(_) => each_dword(codes, lines, o * 4, |v| (v ^ 0x8080_8080).to_le_bytes()),
                     Format::Int4(_) | Format::Int4Asym(_) | Format::Mxfp4 | Format::Nvfp4 => {
@@ -388,8 +401,14 @@ mod tests {
     fn parts_of_all_blocks_are_the_panel() {
         // Two planes and records of 256 columns as well, which no format of this crate has.
         let parts = Parts { planes: [1024, 256], outputs: 4, groups: Some((64, 32)), super_record: 32 };
-        let others =
-            [(Format::Bf16, 100), (Format::Int4(Group::Of(32)), 704), (Format::Fp8Block, 2048), (Format::Mxfp8, 2880)];
+        let others = [
+            (Format::Bf16, 100),
+            (Format::Int4(Group::Of(32)), 704),
+            (Format::Fp8Block, 2048),
+            (Format::Mxfp8, 2880),
+            (Format::Int4(Group::Of(128)), 704),
+            (Format::Int4Asym(Group::Of(128)), 2880),
+        ];
         for layout in
             others.map(|(format, cols)| Layout::new(format, cols)).into_iter().chain([Layout::of(1100, parts)])
         {
@@ -412,15 +431,24 @@ mod tests {
     }
 
     #[test]
-    fn scales_of_small_groups_are_in_their_blocks() {
+    fn scales_of_small_groups_are_among_the_blocks() {
         let layout = Layout::new(Format::Int4(Group::Of(32)), 300);
-        assert_eq!((layout.blocks_at, layout.block_bytes), (64, 4 * 32 + 1024));
+        assert_eq!((layout.blocks_at, layout.unit, layout.head), (64, 1, 4 * 32));
         assert_eq!([0, 3, 4, 9].map(|g| layout.record_at(g)), [64, 64 + 96, 64 + 1152, 64 + 2 * 1152 + 32]);
         assert_eq!(layout.first_record(2), layout.record_at(8));
-        // Half a line a block, groups that no block divides, and such of several blocks.
-        for (group, front) in [(128, 64 + 3 * 32 + 32), (96, 64 + 4 * 32), (256, 64 + 2 * 32)] {
+        // Half a line a block, and three quarters.
+        let layout = Layout::new(Format::Int4(Group::Of(128)), 300);
+        assert_eq!((layout.blocks_at, layout.unit, layout.head), (64, 2, 64));
+        assert_eq!([0, 1, 2].map(|g| layout.record_at(g)), [64, 64 + 32, 64 + 64 + 2048]);
+        assert_eq!([0, 1, 2].map(|b| layout.planes_at(b)[0]), [128, 128 + 1024, 128 + 2048 + 64]);
+        assert_eq!(layout.panel_bytes, 64 + 3 * 1024 + 2 * 64);
+        let layout = Layout::new(Format::Int4Asym(Group::Of(128)), 5 * 128);
+        assert_eq!((layout.unit, layout.head, layout.panel_bytes), (4, 192, 64 + 5 * 1024 + 2 * 192));
+        assert_eq!([3, 4].map(|g| layout.record_at(g)), [64 + 144, 64 + 192 + 4096]);
+        // Groups that no block divides, and such of several blocks.
+        for (group, front) in [(96, 64 + 4 * 32), (256, 64 + 2 * 32)] {
             let layout = Layout::new(Format::Int4(Group::Of(group)), 300);
-            assert_eq!((layout.blocks_at, layout.block_bytes), (front, 1024));
+            assert_eq!((layout.blocks_at, layout.head), (front, 0));
             assert_eq!((layout.record_skip(), layout.record_at(2)), (0, 64 + 64));
         }
     }

@@ -401,13 +401,9 @@ impl Scale for F32Scale {
     }
 }
 
-/// Unpacks the steps of both planes of blocks.
+/// Unpacks the steps of both planes of a block.
 pub(crate) struct Unpack<'a, L> {
     pub from: [&'a [u8]; 2],
-    /// Bytes from one block to the next in each plane.
-    pub stride: [usize; 2],
-    /// Bytes of the lines that a block becomes.
-    pub block: usize,
     pub to: &'a mut [u8],
     pub lines: std::marker::PhantomData<L>,
 }
@@ -416,17 +412,14 @@ impl<L: Lines> Job for Unpack<'_, L> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
         let table = L::table(isa);
-        for (block, to) in self.to.chunks_exact_mut(self.block).enumerate() {
-            for (step, to) in to.chunks_exact_mut(LINE * L::OPERANDS).enumerate() {
-                let plane =
-                    |i: usize| self.from[i][block * self.stride[i] + step * L::PLANES[i]..][..L::PLANES[i]].as_ptr();
-                let at = [plane(0), plane(1)];
-                // SAFETY: the bytes of a step in both planes.
-                let operands = unsafe { L::operands(isa, table, at) };
-                for (to, v) in to.chunks_exact_mut(LINE).zip(operands) {
-                    // SAFETY: `to` is a line.
-                    unsafe { isa.store(to.as_mut_ptr(), v) };
-                }
+        for (step, to) in self.to.chunks_exact_mut(LINE * L::OPERANDS).enumerate() {
+            let plane = |i: usize| self.from[i][step * L::PLANES[i]..][..L::PLANES[i]].as_ptr();
+            let at = [plane(0), plane(1)];
+            // SAFETY: the bytes of a step in both planes.
+            let operands = unsafe { L::operands(isa, table, at) };
+            for (to, v) in to.chunks_exact_mut(LINE).zip(operands) {
+                // SAFETY: `to` is a line.
+                unsafe { isa.store(to.as_mut_ptr(), v) };
             }
         }
     }

@@ -100,11 +100,11 @@ macro_rules! summed_shapes {
 /// Panels at once for rows that stream. Where little happens per line, one: a single stream from memory is fastest, if nothing that a panel needs
 /// is elsewhere. Else enough
 /// independent sums to hide the latency of unpacking and scaling, as far as registers go; in the order of a tile unit there are three times
-/// as many.
-fn stream_panels<I: Isa, K: Path<I>>(rows: usize) -> usize {
+/// as many. `within`: scales of groups are among the blocks.
+fn stream_panels<I: Isa, K: Path<I>>(rows: usize, within: bool) -> usize {
     match (I::LARGE, rows) {
         _ if K::LIGHT => 1,
-        (true, rows) if rows <= K::ONE_STREAM && ahead::one_stream() => 1,
+        (true, rows) if rows <= K::ONE_STREAM && within && ahead::one_stream() => 1,
         (_, 2..) if I::TILES => 1,
         (_, 1) | (true, 2) => 4,
         (false, 2..=3) | (true, 3..=6) => 2,
@@ -307,6 +307,7 @@ impl Product<'_> {
             Tile {
                 weights: [&[]; 2],
                 weight_stride: stride,
+                unit: layout.unit,
                 line_skip: layout.line_skip(),
                 panel: &packed[packed.len() - panel.len()..],
                 panel_stride: stride,
@@ -341,7 +342,7 @@ impl Product<'_> {
             later.spread(1);
             later.ask();
             while done < width {
-                let panels = next_panels(done, stream_panels::<I, K>(n));
+                let panels = next_panels(done, stream_panels::<I, K>(n, layout.head > 0));
                 let panel = &packed[done / PANEL * stride..];
                 let tile = Tile {
                     weights: layout.planes_at(0).map(|at| &panel[at..]),
@@ -362,7 +363,7 @@ impl Product<'_> {
         let operand_block = if unpack {
             layout.planes[0] / K::Lines::PLANES[0] * K::Lines::OPERANDS * LINE
         } else {
-            layout.block_bytes + layout.planes[1]
+            layout.head / layout.unit + layout.planes[0] + layout.planes[1]
         };
         let most_blocks = (CACHED / (most_panels * operand_block)).clamp(1, layout.blocks);
         let unpacked_stride = most_blocks * operand_block;
@@ -382,14 +383,11 @@ impl Product<'_> {
                 let here = layout.planes_at(start);
                 if unpack {
                     for p in 0..panels {
-                        let mut from: [&[u8]; 2] = [&[]; 2];
-                        for i in 0..2 {
-                            from[i] = &panel[p * stride + here[i]..];
-                        }
                         let to = &mut buffer[p * unpacked_stride..][..blocks * operand_block];
-                        let stride = [layout.block_bytes, layout.planes[1]];
-                        let (block, lines) = (operand_block, PhantomData);
-                        isa.run(Unpack::<K::Lines> { from, stride, block, to, lines });
+                        for (block, to) in (start..).zip(to.chunks_exact_mut(operand_block)) {
+                            let [low, high] = layout.planes_at(block).map(|at| &panel[p * stride + at..]);
+                            isa.run(Unpack::<K::Lines> { from: [low, high], to, lines: PhantomData });
+                        }
                     }
                 }
                 // What comes next: the next columns, or the first ones of the next panels, and part of the next inputs.
@@ -488,6 +486,7 @@ impl Product<'_> {
                     let tile = Tile {
                         weights: [&*buffer, &[]],
                         weight_stride: stride,
+                        unit: 1,
                         line_skip: [0; 2],
                         panel: &*buffer,
                         panel_stride: stride,

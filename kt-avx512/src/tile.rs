@@ -29,7 +29,9 @@ pub struct Tile<'a> {
     pub weights: [&'a [u8]; 2],
     /// See `weights`.
     pub weight_stride: usize,
-    /// Bytes between the lines of a block and those of the next one, in each plane.
+    /// Blocks after which lines and scales of groups go on elsewhere: 1, 2 or 4.
+    pub unit: usize,
+    /// Bytes between the lines of such blocks and those of the next ones, in each plane.
     pub line_skip: [usize; 2],
     /// The first panel, for its scales; panel `p` begins at `p * panel_stride`.
     pub panel: &'a [u8],
@@ -43,7 +45,7 @@ pub struct Tile<'a> {
     pub group: usize,
     /// See `group`.
     pub group_left: usize,
-    /// Bytes between the scales of the groups of a block and those of the next one.
+    /// Bytes between the scales of the groups of a unit and those of the next one.
     pub record_skip: usize,
     /// Bytes of scales at the beginning of a panel, before all blocks.
     pub front: usize,
@@ -95,13 +97,19 @@ impl Tile<'_> {
         assert!(self.blocks > 0 && self.row_tiles > 0);
         let r = r * self.row_tiles;
         for ((weights, skip), bytes) in self.weights.iter().zip(self.line_skip).zip(block_bytes) {
-            let blocks = (self.blocks - 1) * (bytes + skip) + bytes;
+            let blocks = self.blocks * bytes + self.units_before(self.blocks - 1) * skip;
             assert!(bytes == 0 || weights.len() >= (p - 1) * self.weight_stride + blocks);
         }
         assert!(reads.scales == 0 || self.panel.len() >= (p - 1) * self.panel_stride + reads.scales);
         assert!(self.inputs.len() >= (self.blocks - 1) * self.input_stride + r * reads.input);
         assert!(self.width <= p * PANEL && self.width > (p - 1) * PANEL);
         assert!(self.out.len() >= (r - 1) * self.out_stride + self.width);
+    }
+
+    /// Units that end before a block of these.
+    #[inline(always)]
+    pub fn units_before(&self, block: usize) -> usize {
+        (self.first_block + block) / self.unit - self.first_block / self.unit
     }
 
     /// From something in the panels to where it is in those that follow.
@@ -213,17 +221,20 @@ pub(crate) struct IntTile<
     pub kind: PhantomData<(L, S)>,
 }
 
-/// Lines of scales that a block has before its others, where there is one plane of nibbles: if they fill lines, see
-/// [`Layout::of`](crate::layout::Layout::of).
-const fn head<S: Scale, const WG: usize>() -> usize {
-    let bytes = if WG > 0 { BLOCK / WG * S::RECORD } else { 0 };
-    if bytes.is_multiple_of(LINE) { bytes / LINE } else { 0 }
+/// Blocks of nibbles whose scales come before the first one of them, and lines of these; see [`Layout::of`](crate::layout::Layout::of).
+const fn head<S: Scale, const WG: usize>() -> (usize, usize) {
+    let of_block = if WG > 0 { BLOCK / WG * S::RECORD } else { 0 };
+    let mut unit = 1;
+    while !(unit * of_block).is_multiple_of(LINE) && unit < 4 {
+        unit *= 2;
+    }
+    (unit, unit * of_block / LINE)
 }
 
 /// The most rows that read one panel of integers after another, in the order of addresses.
 pub(crate) const fn one_stream<L: Lines, S: Scale, const WG: usize>() -> usize {
-    // Nibbles with scales in their blocks. Those with scales in front (groups of 128) are a quarter slower so.
-    if head::<S, WG>() > 0 && L::OPERANDS > 1 && L::PLANES[0] == LINE && L::PLANES[1] == 0 { 2 } else { 0 }
+    // Nibbles with scales among their blocks.
+    if head::<S, WG>().1 > 0 && L::OPERANDS > 1 && L::PLANES[0] == LINE && L::PLANES[1] == 0 { 2 } else { 0 }
 }
 
 /// Lines that are asked for where a single stream will go on elsewhere.
@@ -262,8 +273,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     /// Whether lines are asked for, and scales.
     const ASKS: bool = STREAM && !Self::ONE_STREAM;
 
-    /// Lines of scales that a block has before its others.
-    const HEAD: usize = head::<S, WG>();
+    /// Blocks of a unit, and lines of scales before its others.
+    const HEAD: (usize, usize) = head::<S, WG>();
 
     /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`; or what a tile unit made of them.
     ///
@@ -375,10 +386,11 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let block_bytes = if L::SUMMED { [0; 2] } else { [steps * L::PLANES[0], steps * L::PLANES[1]] };
         let mut scales = if S::OUTPUTS { t.outputs_at + PANEL * 4 } else { 0 };
         if S::PAIRS {
-            scales = scales.max(t.group_at + t.blocks * (BLOCK / XG) * S::RECORD + (t.blocks - 1) * t.record_skip);
+            scales = scales
+                .max(t.group_at + t.blocks * (BLOCK / XG) * S::RECORD + t.units_before(t.blocks - 1) * t.record_skip);
         } else if S::RECORD > 0 {
             let records = (t.blocks * BLOCK).saturating_sub(t.group_left).div_ceil(t.group) + 1;
-            scales = scales.max(t.group_at + records * S::RECORD + (t.blocks - 1) * t.record_skip);
+            scales = scales.max(t.group_at + records * S::RECORD + t.units_before(t.blocks - 1) * t.record_skip);
             assert!(t.group.is_multiple_of(WG) && t.group_left.is_multiple_of(WG) && t.group_left > 0);
         }
         if S::SUPER > 0 {
@@ -409,7 +421,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 }
             }
         }
-        let stride = [block_bytes[0] + t.line_skip[0], block_bytes[1] + t.line_skip[1]];
+        let stride = [block_bytes[0] + t.line_skip[0] / t.unit, block_bytes[1] + t.line_skip[1] / t.unit];
+        assert!(t.unit.is_power_of_two());
         for tile in 0..t.row_tiles {
             let first = tile * R;
             let mut zeros = [isa.splat(0); P];
@@ -424,10 +437,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     std::hint::black_box(&mut total);
                 }
                 let ahead = if Self::ASKS { t.ahead::<P>(block, stride) } else { [0; 2] };
-                if Self::ONE_STREAM {
+                if Self::ONE_STREAM && block & (Self::HEAD.0 - 1) == 0 {
                     // The scales now, as they come, and not between lines.
-                    for i in 0..Self::HEAD {
-                        prefetch_now(line[0].wrapping_sub((Self::HEAD - i) * LINE));
+                    for i in 0..Self::HEAD.1 {
+                        prefetch_now(line[0].wrapping_sub((Self::HEAD.1 - i) * LINE));
                     }
                 }
                 if !STREAM && !L::SUMMED {
@@ -569,9 +582,11 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     }
                 }
                 x = x.wrapping_add(t.input_stride);
-                record = record.wrapping_add(t.record_skip);
-                if !L::SUMMED {
-                    line = [line[0].wrapping_add(t.line_skip[0]), line[1].wrapping_add(t.line_skip[1])];
+                if (t.first_block + block + 1) & (t.unit - 1) == 0 {
+                    record = record.wrapping_add(t.record_skip);
+                    if !L::SUMMED {
+                        line = [line[0].wrapping_add(t.line_skip[0]), line[1].wrapping_add(t.line_skip[1])];
+                    }
                 }
             }
             t.end(isa, first, total, S::OUTPUTS, 1.0);

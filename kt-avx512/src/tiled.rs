@@ -171,7 +171,7 @@ pub(crate) fn cached<I: Isa>(
                 weights: [&sums[at..], &[]],
                 weight_stride: TILE_BYTES,
                 line_skip: [0; 2],
-                group_at: tile.group_at + records * spans.record + start * tile.record_skip,
+                group_at: tile.group_at + records * spans.record + tile.units_before(start) * tile.record_skip,
                 group_left: left,
                 first_block: tile.first_block + start,
                 inputs: &inputs[done * row_stride..],

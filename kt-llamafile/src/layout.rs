@@ -120,7 +120,6 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
         let mut groups = [0; MOST_RECORDS];
         for tile in 0..(layout.blocks * BLOCK).div_ceil(TILE) {
             groups.fill(0);
-            let (front, lines) = out.split_at_mut(layout.blocks_at);
             for o in 0..outputs {
                 let row = matrix.row(first + o);
                 let blocks = &row[tile * tile_bytes..row.len().min((tile + 1) * tile_bytes)];
@@ -129,21 +128,20 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
                 }
                 for (b, block) in blocks.chunks_exact(bytes).enumerate() {
                     let groups = &mut groups[b * records..][..records];
-                    let super_record = &mut front[layout.supers_at + tile * layout.super_record..];
+                    let super_record = &mut out[layout.supers_at + tile * layout.super_record..];
                     put_scales(format, block, o, groups, &mut super_record[..layout.super_record]);
                 }
             }
-            let (blocks, planes_1) = lines.split_at_mut(layout.blocks * layout.block_bytes);
-            let first = tile * (TILE / BLOCK);
-            let pair = blocks.chunks_exact_mut(layout.block_bytes).enumerate().skip(first);
-            for ((i, block), operands) in pair.zip(operands.as_chunks::<{ BLOCK / 4 }>().0) {
-                let plane_0 = &mut block[layout.block_bytes - layout.planes[0]..];
-                let plane_1 = &mut planes_1[i * layout.planes[1]..][..layout.planes[1]];
+            let blocks = tile * (TILE / BLOCK)..layout.blocks;
+            for (block, operands) in blocks.zip(operands.as_chunks::<{ BLOCK / 4 }>().0) {
+                let [at_0, at_1] = layout.planes_at(block);
+                let plane_0 = &mut out[at_0..][..layout.planes[0]];
                 match low {
                     8 => put_bytes(operands, plane_0),
                     4 => put_nibbles(operands, plane_0),
                     _ => put_pairs(operands, 0, plane_0),
                 }
+                let plane_1 = &mut out[at_1..][..layout.planes[1]];
                 match high {
                     2 => put_pairs(operands, low, plane_1),
                     1 => put_bits(operands, low, plane_1),
@@ -605,11 +603,11 @@ mod tests {
         for format in FORMATS {
             for blocks in 1..20 {
                 let layout = packed_layout(format, blocks * format.block_cols());
-                let Layout { groups_at, supers_at, blocks_at, block_bytes, panel_bytes, planes, .. } = layout;
-                for at in [groups_at, supers_at, blocks_at, block_bytes, panel_bytes, planes[0], planes[1]] {
+                let Layout { groups_at, supers_at, blocks_at, head, panel_bytes, planes, .. } = layout;
+                for at in [groups_at, supers_at, blocks_at, head, panel_bytes, planes[0], planes[1]] {
                     assert_eq!(at % 64, 0, "{format}: {layout:?}");
                 }
-                assert_eq!(panel_bytes, blocks_at + layout.blocks * (block_bytes + planes[1]), "{format}");
+                assert_eq!(panel_bytes, blocks_at + layout.blocks * (head + planes[0] + planes[1]), "{format}");
             }
         }
     }
