@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Nibbles have the scales of their groups at hand: then what a product needs comes in the order of addresses, one panel after another, and a
-//! single stream is what memory is read fastest in (`PERFORMANCE.md`). That is, if the groups divide a block and the scales of one block, of two
-//! or of four fill lines: the first of these blocks has them. Else they are in front. Formats of this crate have one plane.
+//! single stream is what memory is read fastest in (`PERFORMANCE.md`). That is, if the groups divide a block and their scales fill lines; where a
+//! group is a block, the first of two blocks or of four has the scales of all of them. Else they are in front. Formats of this crate have one plane.
 //!
 //! | formats | a line | scales of a panel |
 //! | --- | --- | --- |
@@ -139,8 +139,9 @@ impl Layout {
         // Of a block of nibbles; of others there are none among the blocks.
         let nibbles = planes == [PANEL * BLOCK / 2, 0];
         let of_block = group.filter(|&g| nibbles && g > 0 && BLOCK.is_multiple_of(g)).map_or(0, |g| BLOCK / g * record);
-        let unit = [1, 2, 4].into_iter().find(|unit| (unit * of_block).is_multiple_of(LINE));
-        let (unit, head) = unit.map_or((1, 0), |unit| (unit, unit * of_block));
+        let units = if group == Some(BLOCK) { &[1, 2, 4][..] } else { &[1] };
+        let unit = units.iter().find(|&unit| (unit * of_block).is_multiple_of(LINE));
+        let (unit, head) = unit.map_or((1, 0), |&unit| (unit, unit * of_block));
         let in_front = match group {
             Some(g) if head == 0 && padded > 0 => padded.div_ceil(g) * record,
             _ => 0,

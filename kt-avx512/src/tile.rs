@@ -106,10 +106,16 @@ impl Tile<'_> {
         assert!(self.out.len() >= (r - 1) * self.out_stride + self.width);
     }
 
+    /// `n / self.unit`, which is a power of two.
+    #[inline(always)]
+    fn per_unit(&self, n: usize) -> usize {
+        n >> self.unit.trailing_zeros()
+    }
+
     /// Units that end before a block of these.
     #[inline(always)]
     pub fn units_before(&self, block: usize) -> usize {
-        (self.first_block + block) / self.unit - self.first_block / self.unit
+        self.per_unit(self.first_block + block) - self.per_unit(self.first_block)
     }
 
     /// From something in the panels to where it is in those that follow.
@@ -225,7 +231,7 @@ pub(crate) struct IntTile<
 const fn head<S: Scale, const WG: usize>() -> (usize, usize) {
     let of_block = if WG > 0 { BLOCK / WG * S::RECORD } else { 0 };
     let mut unit = 1;
-    while !(unit * of_block).is_multiple_of(LINE) && unit < 4 {
+    while WG == BLOCK && unit < 4 && !(unit * of_block).is_multiple_of(LINE) {
         unit *= 2;
     }
     (unit, unit * of_block / LINE)
@@ -272,6 +278,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
 
     /// Whether lines are asked for, and scales.
     const ASKS: bool = STREAM && !Self::ONE_STREAM;
+
+    /// Whether scales of groups may be those of several blocks.
+    const UNITS: bool = WG == BLOCK && !S::PAIRS;
 
     /// Blocks of a unit, and lines of scales before its others.
     const HEAD: (usize, usize) = head::<S, WG>();
@@ -421,8 +430,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 }
             }
         }
-        let stride = [block_bytes[0] + t.line_skip[0] / t.unit, block_bytes[1] + t.line_skip[1] / t.unit];
-        assert!(t.unit.is_power_of_two());
+        let stride = [block_bytes[0] + t.per_unit(t.line_skip[0]), block_bytes[1] + t.per_unit(t.line_skip[1])];
+        assert!(if Self::UNITS { t.unit.is_power_of_two() } else { t.unit == 1 });
         for tile in 0..t.row_tiles {
             let first = tile * R;
             let mut zeros = [isa.splat(0); P];
@@ -582,7 +591,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     }
                 }
                 x = x.wrapping_add(t.input_stride);
-                if (t.first_block + block + 1) & (t.unit - 1) == 0 {
+                if !Self::UNITS || (t.first_block + block + 1) & (t.unit - 1) == 0 {
                     record = record.wrapping_add(t.record_skip);
                     if !L::SUMMED {
                         line = [line[0].wrapping_add(t.line_skip[0]), line[1].wrapping_add(t.line_skip[1])];
