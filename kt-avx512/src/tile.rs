@@ -229,7 +229,10 @@ pub(crate) struct IntTile<
 
 /// Blocks of nibbles whose scales come before the first one of them, and lines of these; see [`Layout::of`](crate::layout::Layout::of).
 const fn head<S: Scale, const WG: usize>() -> (usize, usize) {
-    let of_block = if WG > 0 { BLOCK / WG * S::RECORD } else { 0 };
+    let of_block = match BLOCK.checked_div(WG) {
+        Some(groups) => groups * S::RECORD,
+        None => 0,
+    };
     let mut unit = 1;
     while WG == BLOCK && unit < 4 && !(unit * of_block).is_multiple_of(LINE) {
         unit *= 2;
