@@ -85,7 +85,7 @@ macro_rules! stream_shapes {
                 $job
             )
         } else {
-            shapes!($r, $p, [1 x 4, 2 x 2, 3 x 2, 1 x 1, 2 x 1, 3 x 1, 4 x 1, 5 x 1, 6 x 1], $job)
+            shapes!($r, $p, [1 x 4, 1 x 2, 2 x 2, 1 x 1, 2 x 1, 3 x 1, 4 x 1, 5 x 1, 6 x 1], $job)
         }
     };
 }
@@ -98,16 +98,17 @@ macro_rules! summed_shapes {
 }
 
 /// Panels at once for rows that stream. Where little happens per line, one: a single stream from memory is fastest, if nothing that a panel needs
-/// is elsewhere. Else enough
-/// independent sums to hide the latency of unpacking and scaling, as far as registers go; in the order of a tile unit there are three times
-/// as many. `within`: scales of groups are among the blocks.
+/// is elsewhere. Else enough independent sums to hide the latency of unpacking and scaling, as far as registers go: those that codes pass
+/// through count as well. In the order of a tile unit there are three times as many. `within`: scales of groups are among the blocks.
 fn stream_panels<I: Isa, K: Path<I>>(rows: usize, within: bool) -> usize {
     match (I::LARGE, rows) {
         _ if K::LIGHT => 1,
         (true, rows) if rows <= K::ONE_STREAM && within && ahead::one_stream() => 1,
         (_, 2..) if I::TILES => 1,
+        // Bits from two places, or four codes of a byte, pass through more registers than nibbles.
+        (false, 1) if K::Lines::PLANES != [LINE, 0] => 2,
         (_, 1) | (true, 2) => 4,
-        (false, 2..=3) | (true, 3..=6) => 2,
+        (false, 2) | (true, 3..=6) => 2,
         _ => 1,
     }
 }
@@ -123,8 +124,11 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     type Lines = L;
     const ROWS: usize = if I::TILES {
         2 * TILE_ROWS
-    } else if S::PAIRS && I::LARGE {
+    } else if S::PAIRS {
         5
+    } else if !I::LARGE && L::SPAN == 0 && size_of::<I::Wide>() > LINE {
+        // Magnitudes and signs of codes, two of the 16 registers each.
+        4
     } else {
         6
     };
@@ -172,7 +176,8 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     const ROWS: usize = if I::TILES && L::BF16 {
         2 * TILE_ROWS
     } else if !I::LARGE {
-        6
+        // One more, and sums of BF16 weights, which are widened, go to memory and back with every line.
+        if L::BF16 { 5 } else { 6 }
     } else if L::BF16 && I::INPUT_BYTES > 2 {
         8
     } else {
@@ -547,6 +552,8 @@ mod tests {
         }
         check(tiles::<Vnni>, true, 8, 4..9);
         check(tiles::<Vnni>, true, 12, 6..13);
-        check(tiles::<Avx2>, false, 6, 3..7);
+        for most in [4, 5, 6] {
+            check(tiles::<Avx2>, false, most, 3..7);
+        }
     }
 }
