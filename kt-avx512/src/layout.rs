@@ -2,13 +2,13 @@
 //!
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …          outputs padded to 16
-//! panel    front: scales of outputs, of 256 columns, of groups | block 0 | block 1 | … | plane 1 of all blocks   sections padded to 64 bytes
-//! block    scales of groups, of nibbles | lines of plane 0                                                    128 columns; k padded to that
+//! panel    front: scales of outputs, of 256 columns, of groups | block 0 | block 1 | …   sections padded to 64 bytes
+//! block    scales of groups, of nibbles | lines                                      128 columns; k padded to that
 //! ```
 //!
 //! Nibbles have the scales of their groups at hand: then what a product needs comes in the order of addresses, one panel after another, and a
 //! single stream is what memory is read fastest in (`PERFORMANCE.md`). That is, if the groups divide a block and their scales fill lines; where a
-//! group is a block, the first of two blocks or of four has the scales of all of them. Else they are in front. Formats of this crate have one plane.
+//! group is a block, the first of two blocks or of four has the scales of all of them. Else they are in front.
 //!
 //! | formats | a line | scales of a panel |
 //! | --- | --- | --- |
@@ -90,8 +90,8 @@ pub(crate) const CHUNK: usize = 32;
 pub struct Layout {
     /// Blocks of 128 columns.
     pub blocks: usize,
-    /// Bytes of each plane of lines of a block.
-    pub planes: [usize; 2],
+    /// Bytes of the lines of a block.
+    pub block: usize,
     /// Where the scales of outputs begin in a panel.
     pub outputs_at: usize,
     /// Where the scales of the first group begin in a panel: in the first block, or in front, after all others.
@@ -117,8 +117,8 @@ pub struct Layout {
 /// What a [`Layout`] is made of.
 #[derive(Debug, Clone, Copy)]
 pub struct Parts {
-    /// Bytes of each plane of lines of a block of 128 columns.
-    pub planes: [usize; 2],
+    /// Bytes of the lines of a block of 128 columns.
+    pub block: usize,
     /// Bytes of the scales of outputs.
     pub outputs: usize,
     /// Columns of a group, and bytes of its scales.
@@ -130,18 +130,16 @@ pub struct Parts {
 impl Layout {
     /// The layout of a matrix of so many columns that has these parts.
     pub fn of(cols: usize, parts: Parts) -> Self {
-        let Parts { planes, outputs, groups, super_record } = parts;
+        let Parts { block, outputs, groups, super_record } = parts;
         let blocks = cols.div_ceil(BLOCK);
         let padded = blocks * BLOCK;
         let supers_at = outputs.next_multiple_of(LINE);
         let groups_at = supers_at + (padded.div_ceil(SUPER) * super_record).next_multiple_of(LINE);
         let (group, record) = (groups.map(|g| g.0), groups.map_or(0, |g| g.1));
         // Of a block of nibbles; of others there are none among the blocks.
-        let nibbles = planes == [PANEL * BLOCK / 2, 0];
+        let nibbles = block == PANEL * BLOCK / 2;
         let of_block = group.filter(|&g| nibbles && g > 0 && BLOCK.is_multiple_of(g)).map_or(0, |g| BLOCK / g * record);
-        let units = if group == Some(BLOCK) { &[1, 2, 4][..] } else { &[1] };
-        let unit = units.iter().find(|&unit| (unit * of_block).is_multiple_of(LINE));
-        let (unit, head) = unit.map_or((1, 0), |&unit| (unit, unit * of_block));
+        let (unit, head) = unit_of(of_block, group == Some(BLOCK));
         let in_front = match group {
             Some(g) if head == 0 && padded > 0 => padded.div_ceil(g) * record,
             _ => 0,
@@ -149,7 +147,7 @@ impl Layout {
         let blocks_at = if blocks > 0 { groups_at + in_front.next_multiple_of(LINE) } else { 0 };
         let mut layout = Layout {
             blocks,
-            planes,
+            block,
             outputs_at: 0,
             groups_at,
             group,
@@ -161,7 +159,7 @@ impl Layout {
             head,
             panel_bytes: 0,
         };
-        layout.panel_bytes = layout.plane_1_at() + blocks * planes[1];
+        layout.panel_bytes = layout.end_at(blocks);
         layout
     }
 
@@ -188,17 +186,12 @@ impl Layout {
             Format::Int8(g) | Format::Int8Offset(g) => (8, of(g, 2)),
             _ => (8, (each, None)),
         };
-        Layout::of(cols, Parts { planes: [PANEL * BLOCK * bits / 8, 0], outputs, groups, super_record: 0 })
-    }
-
-    /// Bytes between the lines of the last block of a unit and those of the next one, in each plane.
-    pub(crate) fn line_skip(&self) -> [usize; 2] {
-        [self.head, 0]
+        Layout::of(cols, Parts { block: PANEL * BLOCK * bits / 8, outputs, groups, super_record: 0 })
     }
 
     /// Bytes between the scales of a unit's groups and those of the next one's.
     pub(crate) fn record_skip(&self) -> usize {
-        if self.head > 0 { self.unit * self.planes[0] } else { 0 }
+        if self.head > 0 { self.unit * self.block } else { 0 }
     }
 
     /// Where the scales of group `i` begin in a panel.
@@ -212,37 +205,36 @@ impl Layout {
         self.group.map_or(self.groups_at, |group| self.record_at(block * BLOCK / group))
     }
 
-    /// Where a block begins in each plane of a panel.
-    pub fn planes_at(&self, block: usize) -> [usize; 2] {
-        let heads = (block / self.unit + 1) * self.head;
-        [self.blocks_at + heads + block * self.planes[0], self.plane_1_at() + block * self.planes[1]]
+    /// Where the lines of a block begin in a panel.
+    pub fn lines_at(&self, block: usize) -> usize {
+        self.blocks_at + (block / self.unit + 1) * self.head + block * self.block
     }
 
-    /// Where so many blocks end in plane 0, and what of plane 1 there is begins.
+    /// Where so many blocks end.
     fn end_at(&self, blocks: usize) -> usize {
-        self.blocks_at + blocks.div_ceil(self.unit) * self.head + blocks * self.planes[0]
-    }
-
-    /// Where plane 1 begins in a panel.
-    fn plane_1_at(&self) -> usize {
-        self.end_at(self.blocks)
+        self.blocks_at + blocks.div_ceil(self.unit) * self.head + blocks * self.block
     }
 
     /// Where the bytes of some blocks are in a panel: of scales in front, as if each block had as many, in scales of groups that are there,
-    /// among the blocks, and in plane 1.
-    pub(crate) fn parts(&self, blocks: Range<usize>) -> [Range<usize>; 4] {
+    /// and among the blocks.
+    pub(crate) fn parts(&self, blocks: Range<usize>) -> [Range<usize>; 3] {
         let share = |of: Range<usize>, block: usize| of.start + of.len() * block / self.blocks;
         let at = |block: usize| {
-            [
-                share(0..self.groups_at, block),
-                share(self.groups_at..self.blocks_at, block),
-                self.end_at(block),
-                self.plane_1_at() + block * self.planes[1],
-            ]
+            [share(0..self.groups_at, block), share(self.groups_at..self.blocks_at, block), self.end_at(block)]
         };
         let (start, end) = (at(blocks.start), at(blocks.end));
         std::array::from_fn(|i| start[i]..end[i])
     }
+}
+
+/// How many blocks of a unit there are, one, two or four, and bytes of the scales of all their groups, if those of a block are `of_block` bytes:
+/// whole lines, or none, where they are in front. Only where groups are `whole` blocks is a unit more than one.
+pub(crate) const fn unit_of(of_block: usize, whole: bool) -> (usize, usize) {
+    let mut unit = 1;
+    while whole && unit < 4 && !(unit * of_block).is_multiple_of(LINE) {
+        unit *= 2;
+    }
+    if (unit * of_block).is_multiple_of(LINE) { (unit, unit * of_block) } else { (1, 0) }
 }
 
 /// Packs rows `rows` of `matrix` into `out`, which is zeroed.
@@ -251,10 +243,10 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
     let layout = Layout::new(format, matrix.cols());
     for (first, out) in rows.clone().step_by(PANEL).zip(out.chunks_exact_mut(layout.panel_bytes.max(1))) {
         let outputs = PANEL.min(rows.end - first);
-        let row_bytes = layout.planes[0] / PANEL;
+        let row_bytes = layout.block / PANEL;
         for o in 0..outputs {
             for (block, codes) in matrix.row(first + o).chunks(row_bytes).enumerate() {
-                let lines = &mut out[layout.planes_at(block)[0]..][..layout.planes[0]];
+                let lines = &mut out[layout.lines_at(block)..][..layout.block];
                 match format {
                     Format::Int8(_) => each_dword(codes, lines, o * 4, |v| (v ^ 0x8080_8080).to_le_bytes()),
                     Format::Int4(_) | Format::Int4Asym(_) | Format::Mxfp4 | Format::Nvfp4 => {
@@ -400,8 +392,8 @@ mod tests {
 
     #[test]
     fn parts_of_all_blocks_are_the_panel() {
-        // Two planes and records of 256 columns as well, which no format of this crate has.
-        let parts = Parts { planes: [1024, 256], outputs: 4, groups: Some((64, 32)), super_record: 32 };
+        // Records of 256 columns as well, which no format of this crate has.
+        let parts = Parts { block: 1280, outputs: 4, groups: Some((64, 32)), super_record: 32 };
         let others = [
             (Format::Bf16, 100),
             (Format::Int4(Group::Of(32)), 704),
@@ -414,18 +406,17 @@ mod tests {
             others.map(|(format, cols)| Layout::new(format, cols)).into_iter().chain([Layout::of(1100, parts)])
         {
             let whole = layout.parts(0..layout.blocks);
-            assert_eq!((whole[0].start, whole[3].end), (0, layout.panel_bytes), "{layout:?}");
+            assert_eq!((whole[0].start, whole[2].end), (0, layout.panel_bytes), "{layout:?}");
             assert!(whole.windows(2).all(|w| w[0].end == w[1].start), "{layout:?}");
             for cut in 0..=layout.blocks {
                 let (before, after) = (layout.parts(0..cut), layout.parts(cut..layout.blocks));
-                for i in 0..4 {
+                for i in 0..3 {
                     assert_eq!(before[i].start..after[i].end, whole[i]);
                     assert_eq!(before[i].end, after[i].start);
                 }
                 // Blocks end where products look for their lines.
                 if cut > 0 {
-                    let [low, high] = layout.planes_at(cut - 1);
-                    assert_eq!((low + layout.planes[0], high + layout.planes[1]), (before[2].end, before[3].end));
+                    assert_eq!(layout.lines_at(cut - 1) + layout.block, before[2].end);
                 }
             }
         }
@@ -441,7 +432,7 @@ mod tests {
         let layout = Layout::new(Format::Int4(Group::Of(128)), 300);
         assert_eq!((layout.blocks_at, layout.unit, layout.head), (64, 2, 64));
         assert_eq!([0, 1, 2].map(|g| layout.record_at(g)), [64, 64 + 32, 64 + 64 + 2048]);
-        assert_eq!([0, 1, 2].map(|b| layout.planes_at(b)[0]), [128, 128 + 1024, 128 + 2048 + 64]);
+        assert_eq!([0, 1, 2].map(|b| layout.lines_at(b)), [128, 128 + 1024, 128 + 2048 + 64]);
         assert_eq!(layout.panel_bytes, 64 + 3 * 1024 + 2 * 64);
         let layout = Layout::new(Format::Int4Asym(Group::Of(128)), 5 * 128);
         assert_eq!((layout.unit, layout.head, layout.panel_bytes), (4, 192, 64 + 5 * 1024 + 2 * 192));

@@ -9,7 +9,7 @@ use crate::layout::{LINE, PANEL};
 pub trait Lines: Copy {
     /// Operands per step: 1 or 2.
     const OPERANDS: usize;
-    /// Bytes of a step in each plane; one plane of lines for most.
+    /// Bytes of a step in each plane; one plane of lines for most. For what [`Steps`] has of two, see there.
     const PLANES: [usize; 2] = [LINE, 0];
     /// Whether they are sums of products already: one for each row, panel and span of columns that share a scale.
     const SUMMED: bool = false;
@@ -401,25 +401,45 @@ impl Scale for F32Scale {
     }
 }
 
-/// Unpacks the steps of both planes of a block.
-pub(crate) struct Unpack<'a, L> {
-    pub from: [&'a [u8]; 2],
+/// Where the steps of `COLUMNS` columns are: the first one of plane 0, all of plane 1, the others of plane 0. So lines come in the order in which
+/// they are first used, and the next columns follow.
+pub(crate) struct Steps<L, const COLUMNS: usize>(std::marker::PhantomData<L>);
+
+impl<L: Lines, const COLUMNS: usize> Steps<L, COLUMNS> {
+    /// Bytes of a step in all planes.
+    pub(crate) const STEP: usize = L::PLANES[0] + L::PLANES[1];
+    /// How many steps there are, if operands have four columns.
+    pub(crate) const COUNT: usize = COLUMNS / 4 / L::OPERANDS;
+
+    /// Step `step` in both planes of the columns that begin at `at`.
+    #[inline(always)]
+    pub(crate) fn at(at: *const u8, step: usize) -> [*const u8; 2] {
+        let plane_1 = if step > 0 { Self::COUNT * L::PLANES[1] } else { 0 };
+        [at.wrapping_add(plane_1 + step * L::PLANES[0]), at.wrapping_add(L::PLANES[0] + step * L::PLANES[1])]
+    }
+}
+
+/// Unpacks the lines of a block, which has its planes by `COLUMNS` columns.
+pub(crate) struct Unpack<'a, L, const COLUMNS: usize> {
+    pub from: &'a [u8],
     pub to: &'a mut [u8],
     pub lines: std::marker::PhantomData<L>,
 }
 
-impl<L: Lines> Job for Unpack<'_, L> {
+impl<L: Lines, const COLUMNS: usize> Job for Unpack<'_, L, COLUMNS> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
         let table = L::table(isa);
-        for (step, to) in self.to.chunks_exact_mut(LINE * L::OPERANDS).enumerate() {
-            let plane = |i: usize| self.from[i][step * L::PLANES[i]..][..L::PLANES[i]].as_ptr();
-            let at = [plane(0), plane(1)];
-            // SAFETY: the bytes of a step in both planes.
-            let operands = unsafe { L::operands(isa, table, at) };
-            for (to, v) in to.chunks_exact_mut(LINE).zip(operands) {
-                // SAFETY: `to` is a line.
-                unsafe { isa.store(to.as_mut_ptr(), v) };
+        let steps = Steps::<L, COLUMNS>::COUNT;
+        let from = self.from.chunks_exact(steps * Steps::<L, COLUMNS>::STEP);
+        for (from, to) in from.zip(self.to.chunks_exact_mut(steps * L::OPERANDS * LINE)) {
+            for (step, to) in to.chunks_exact_mut(L::OPERANDS * LINE).enumerate() {
+                // SAFETY: the bytes of a step in both planes: `from` has those of so many.
+                let operands = unsafe { L::operands(isa, table, Steps::<L, COLUMNS>::at(from.as_ptr(), step)) };
+                for (to, v) in to.chunks_exact_mut(LINE).zip(operands) {
+                    // SAFETY: `to` is a line.
+                    unsafe { isa.store(to.as_mut_ptr(), v) };
+                }
             }
         }
     }

@@ -48,6 +48,8 @@ pub trait Path<I: Isa> {
     const ONE_STREAM: usize;
     /// Whether many rows pass over lines that were unpacked for them.
     const UNPACKED: bool;
+    /// Unpacks the lines of a block.
+    fn unpack(isa: I, from: &[u8], to: &mut [u8]);
     /// Runs a tile of `r` rows x `p` panels on lines as stored.
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>);
     /// Runs a tile of `r` rows x `p` panels on unpacked lines.
@@ -138,6 +140,10 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const ONE_STREAM: usize = one_stream::<L, S, WG>();
     const UNPACKED: bool = L::OPERANDS > 1 && !(L::QUICK && I::LARGE && !I::TILES);
 
+    fn unpack(isa: I, from: &[u8], to: &mut [u8]) {
+        isa.run(Unpack::<L, XG> { from, to, lines: PhantomData });
+    }
+
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
         stream_shapes!(I::LARGE, r, p, isa.run(IntTile::<L, S, XG, WG, true, R, P> { tile, kind: PhantomData }))
     }
@@ -188,6 +194,10 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     const STREAMS: bool = true;
     const ONE_STREAM: usize = 0;
     const UNPACKED: bool = L::OPERANDS > 1;
+
+    fn unpack(isa: I, from: &[u8], to: &mut [u8]) {
+        isa.run(Unpack::<L, BLOCK> { from, to, lines: PhantomData });
+    }
 
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
         stream_shapes!(I::LARGE, r, p, isa.run(FloatTile::<L, SCALED, true, R, P> { tile, kind: PhantomData }))
@@ -310,10 +320,10 @@ impl Product<'_> {
         let part = |panel: &'_ [u8], start: usize, blocks: usize| {
             let group = layout.group.unwrap_or(BLOCK);
             Tile {
-                weights: [&[]; 2],
+                weights: &[],
                 weight_stride: stride,
                 unit: layout.unit,
-                line_skip: layout.line_skip(),
+                line_skip: layout.head,
                 panel: &packed[packed.len() - panel.len()..],
                 panel_stride: stride,
                 outputs_at: layout.outputs_at,
@@ -350,7 +360,7 @@ impl Product<'_> {
                 let panels = next_panels(done, stream_panels::<I, K>(n, layout.head > 0));
                 let panel = &packed[done / PANEL * stride..];
                 let tile = Tile {
-                    weights: layout.planes_at(0).map(|at| &panel[at..]),
+                    weights: &panel[layout.lines_at(0)..],
                     after: following(panel, panels, done),
                     ahead: Ahead::of(n, panels, K::INTEGERS),
                     out: &mut self.out[done..],
@@ -366,9 +376,9 @@ impl Product<'_> {
         let unpack = K::UNPACKED;
         let most_panels = if I::LARGE { 2 } else { 1 };
         let operand_block = if unpack {
-            layout.planes[0] / K::Lines::PLANES[0] * K::Lines::OPERANDS * LINE
+            layout.block / K::Lines::PLANES.iter().sum::<usize>() * K::Lines::OPERANDS * LINE
         } else {
-            layout.head / layout.unit + layout.planes[0] + layout.planes[1]
+            layout.head / layout.unit + layout.block
         };
         let most_blocks = (CACHED / (most_panels * operand_block)).clamp(1, layout.blocks);
         let unpacked_stride = most_blocks * operand_block;
@@ -385,13 +395,12 @@ impl Product<'_> {
             let panel = &packed[done / PANEL * stride..];
             for start in (0..layout.blocks).step_by(most_blocks) {
                 let blocks = most_blocks.min(layout.blocks - start);
-                let here = layout.planes_at(start);
+                let here = layout.lines_at(start);
                 if unpack {
                     for p in 0..panels {
                         let to = &mut buffer[p * unpacked_stride..][..blocks * operand_block];
                         for (block, to) in (start..).zip(to.chunks_exact_mut(operand_block)) {
-                            let [low, high] = layout.planes_at(block).map(|at| &panel[p * stride + at..]);
-                            isa.run(Unpack::<K::Lines> { from: [low, high], to, lines: PhantomData });
+                            K::unpack(isa, &panel[p * stride + layout.lines_at(block)..][..layout.block], to);
                         }
                     }
                 }
@@ -422,9 +431,9 @@ impl Product<'_> {
                     };
                     let part = part(panel, start, blocks);
                     let tile = Tile {
-                        weights: if unpack { [&*buffer, &[]] } else { here.map(|at| &panel[at..]) },
+                        weights: if unpack { &*buffer } else { &panel[here..] },
                         weight_stride: if unpack { unpacked_stride } else { stride },
-                        line_skip: if unpack { [0; 2] } else { part.line_skip },
+                        line_skip: if unpack { 0 } else { part.line_skip },
                         inputs: &part.inputs[first * block_bytes..],
                         out: &mut self.out[first * width + done..],
                         width: (width - done).min(panels * PANEL),
@@ -489,10 +498,10 @@ impl Product<'_> {
                     let rows = n * i / tiles..n * (i + 1) / tiles;
                     let first_block = start * SUPER / BLOCK;
                     let tile = Tile {
-                        weights: [&*buffer, &[]],
+                        weights: &*buffer,
                         weight_stride: stride,
                         unit: 1,
-                        line_skip: [0; 2],
+                        line_skip: 0,
                         panel: &*buffer,
                         panel_stride: stride,
                         outputs_at: 0,

@@ -18,21 +18,21 @@ use kt_core::cpu::input::{BLOCK, WORD_ZERO};
 
 use crate::ahead::{Ahead, Later, prefetch_later, prefetch_now};
 use crate::isa::{Isa, Job};
-use crate::layout::{LINE, PANEL, SUPER};
-use crate::lines::{Codes, Floats, Lines, SHIFTED, Scale};
+use crate::layout::{LINE, PANEL, SUPER, unit_of};
+use crate::lines::{Codes, Floats, Lines, SHIFTED, Scale, Steps};
 use crate::tiled::{CHAIN, SUMS_BYTES};
 
 /// What register tiles read and write that follow each other in rows: `blocks` blocks of 128 columns of it.
 pub struct Tile<'a> {
-    /// Both planes of lines of the first panel, from its first block; those of panel `p` begin at `p * weight_stride`. Or the sums of
+    /// The lines of the first panel, from its first block; those of panel `p` begin at `p * weight_stride`. Or the sums of
     /// the first row, those of row `r` [`LINE`] bytes times `r` on, those of the next span of columns [`SUMS_BYTES`].
-    pub weights: [&'a [u8]; 2],
+    pub weights: &'a [u8],
     /// See `weights`.
     pub weight_stride: usize,
     /// Blocks after which lines and scales of groups go on elsewhere: 1, 2 or 4.
     pub unit: usize,
-    /// Bytes between the lines of such blocks and those of the next ones, in each plane.
-    pub line_skip: [usize; 2],
+    /// Bytes between the lines of such blocks and those of the next ones.
+    pub line_skip: usize,
     /// The first panel, for its scales; panel `p` begins at `p * panel_stride`.
     pub panel: &'a [u8],
     /// See `panel`.
@@ -93,13 +93,11 @@ struct Reads {
 impl Tile<'_> {
     /// Checks that everything that tiles of `r` x `p` read and write is there.
     #[inline(always)]
-    fn check(&self, r: usize, p: usize, block_bytes: [usize; 2], reads: Reads) {
+    fn check(&self, r: usize, p: usize, block_bytes: usize, reads: Reads) {
         assert!(self.blocks > 0 && self.row_tiles > 0);
         let r = r * self.row_tiles;
-        for ((weights, skip), bytes) in self.weights.iter().zip(self.line_skip).zip(block_bytes) {
-            let blocks = self.blocks * bytes + self.units_before(self.blocks - 1) * skip;
-            assert!(bytes == 0 || weights.len() >= (p - 1) * self.weight_stride + blocks);
-        }
+        let blocks = self.blocks * block_bytes + self.units_before(self.blocks - 1) * self.line_skip;
+        assert!(block_bytes == 0 || self.weights.len() >= (p - 1) * self.weight_stride + blocks);
         assert!(reads.scales == 0 || self.panel.len() >= (p - 1) * self.panel_stride + reads.scales);
         assert!(self.inputs.len() >= (self.blocks - 1) * self.input_stride + r * reads.input);
         assert!(self.width <= p * PANEL && self.width > (p - 1) * PANEL);
@@ -124,19 +122,15 @@ impl Tile<'_> {
         self.after.addr().wrapping_sub(self.panel.as_ptr().addr())
     }
 
-    /// From a line of a block to the line that is to be prefetched, in each plane; `block_bytes` from one block to the next there.
+    /// From a line of a block to the line that is to be prefetched, whole blocks on; `block_bytes` from one block to the next.
     #[inline(always)]
-    fn ahead<const P: usize>(&self, block: usize, block_bytes: [usize; 2]) -> [usize; 2] {
-        let blocks = (self.ahead.bytes / P).div_ceil(block_bytes[0] + block_bytes[1]);
-        let mut ahead = [0; 2];
-        for (ahead, bytes) in ahead.iter_mut().zip(block_bytes) {
-            *ahead = if block + blocks < self.blocks {
-                blocks * bytes
-            } else {
-                self.following().wrapping_add(blocks * bytes).wrapping_sub(self.blocks * bytes)
-            };
+    fn ahead<const P: usize>(&self, block: usize, block_bytes: usize) -> usize {
+        let blocks = ((self.ahead.bytes / P + block_bytes / 2) / block_bytes).max(1);
+        if block + blocks < self.blocks {
+            blocks * block_bytes
+        } else {
+            self.following().wrapping_add(blocks * block_bytes).wrapping_sub(self.blocks * block_bytes)
         }
-        ahead
     }
 
     /// Asks for the scales in front of panels, which are few. All now: a hint more in the loop takes registers from it. Those of several panels
@@ -158,7 +152,7 @@ impl Tile<'_> {
     /// Checks that all sums of `r` rows and `p` panels are there.
     #[inline(always)]
     fn check_sums(&self, r: usize, p: usize, spans: usize) {
-        assert!(self.weights[0].len() >= (spans - 1) * SUMS_BYTES + (p - 1) * self.weight_stride + r * LINE);
+        assert!(self.weights.len() >= (spans - 1) * SUMS_BYTES + (p - 1) * self.weight_stride + r * LINE);
     }
 
     /// The totals to go on from, of the tile that begins with row `first`.
@@ -233,11 +227,8 @@ const fn head<S: Scale, const WG: usize>() -> (usize, usize) {
         Some(groups) => groups * S::RECORD,
         None => 0,
     };
-    let mut unit = 1;
-    while WG == BLOCK && unit < 4 && !(unit * of_block).is_multiple_of(LINE) {
-        unit *= 2;
-    }
-    (unit, unit * of_block / LINE)
+    let (unit, bytes) = unit_of(of_block, WG == BLOCK);
+    (unit, bytes / LINE)
 }
 
 /// The most rows that read one panel of integers after another, in the order of addresses.
@@ -265,8 +256,8 @@ struct Place {
     x: *const u8,
     /// Bytes of a block.
     input_bytes: usize,
-    /// From a line to the one to ask for, in each plane.
-    ahead: [usize; 2],
+    /// From a line to the one to ask for.
+    ahead: usize,
 }
 
 impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, const R: usize, const P: usize>
@@ -297,23 +288,25 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         t: &Tile<'_>,
         isa: I,
         (table, zeros): (L::Table<I>, [I::Int; P]),
-        (line, at, k): (&mut [*const u8; 2], Place, usize),
+        (line, at, k): (&mut *const u8, Place, usize),
         sums: &mut [[I::Int; P]; R],
     ) {
         let Place { x, input_bytes, ahead } = at;
         if L::SUMMED {
             for (r, sums) in sums.iter_mut().enumerate() {
                 for (p, sum) in sums.iter_mut().enumerate() {
-                    let at = line[0].wrapping_add(p * t.weight_stride + r * LINE);
+                    let at = line.wrapping_add(p * t.weight_stride + r * LINE);
                     // SAFETY: a sum of row `r` and panel `p`, by the caller's promise.
                     *sum = isa.add(*sum, unsafe { isa.load(at) });
                 }
             }
-            line[0] = line[0].wrapping_add(SUMS_BYTES);
+            *line = line.wrapping_add(SUMS_BYTES);
+            return;
         }
         let span = if L::SPAN == 0 || L::SPAN > XG { XG } else { L::SPAN };
         let steps = span / 4 / L::OPERANDS;
-        for s in 0..if L::SUMMED { 0 } else { XG / span } {
+        let step_bytes = Steps::<L, XG>::STEP;
+        for s in 0..XG / span {
             let mut acc = *sums;
             if L::SPAN > 0 {
                 for acc in acc.iter_mut() {
@@ -324,22 +317,22 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             }
             for j in 0..steps {
                 let mut w = [[isa.splat(0); 2]; P];
+                let step = s * steps + j;
                 for (p, w) in w.iter_mut().enumerate() {
-                    let at = line.map(|line| line.wrapping_add(p * t.weight_stride));
-                    for i in 0..2 {
-                        // Once a line.
-                        if Self::ASKS && L::PLANES[i] > 0 && ((s * steps + j) * L::PLANES[i]).is_multiple_of(LINE) {
-                            t.ahead.ask(at[i].wrapping_add(ahead[i]));
+                    let line = line.wrapping_add(p * t.weight_stride);
+                    if Self::ASKS {
+                        // As many lines as begin here, counted from those of the first step.
+                        for asked in (step * step_bytes).div_ceil(LINE)..((step + 1) * step_bytes).div_ceil(LINE) {
+                            t.ahead.ask(line.wrapping_add(asked * LINE).wrapping_add(ahead));
                         }
                     }
-                    // SAFETY: the next step of panel `p`, by the caller's promise.
-                    *w = unsafe { L::operands(isa, table, at) };
+                    // SAFETY: a step of panel `p`, by the caller's promise.
+                    *w = unsafe { L::operands(isa, table, Steps::<L, XG>::at(line, step)) };
                     if Self::SHIFTS {
                         // No sum of bytes exceeds one.
                         *w = w.map(|w| isa.add(w, zeros[p]));
                     }
                 }
-                *line = [line[0].wrapping_add(L::PLANES[0]), line[1].wrapping_add(L::PLANES[1])];
                 for l in 0..L::OPERANDS {
                     let k = k + s * span + (j * L::OPERANDS + l) * 4;
                     if L::SPAN == 0 {
@@ -375,6 +368,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 *sums = acc;
             }
         }
+        *line = line.wrapping_add(Steps::<L, XG>::COUNT * step_bytes);
     }
 }
 
@@ -394,8 +388,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let scaled = if S::PAIRS { 2 * XG } else { XG };
         let sums_at = BLOCK + BLOCK / scaled * 4;
         let input_bytes = sums_at + BLOCK / XG * 4;
-        let steps = BLOCK / 4 / L::OPERANDS;
-        let block_bytes = if L::SUMMED { [0; 2] } else { [steps * L::PLANES[0], steps * L::PLANES[1]] };
+        let block_bytes = if L::SUMMED { 0 } else { BLOCK / XG * Steps::<L, XG>::COUNT * Steps::<L, XG>::STEP };
         let mut scales = if S::OUTPUTS { t.outputs_at + PANEL * 4 } else { 0 };
         if S::PAIRS {
             scales = scales
@@ -433,13 +426,13 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 }
             }
         }
-        let stride = [block_bytes[0] + t.per_unit(t.line_skip[0]), block_bytes[1] + t.per_unit(t.line_skip[1])];
+        let stride = block_bytes + t.per_unit(t.line_skip);
         assert!(if Self::UNITS { t.unit.is_power_of_two() } else { t.unit == 1 });
         for tile in 0..t.row_tiles {
             let first = tile * R;
             let mut zeros = [isa.splat(0); P];
             let mut total = t.begin::<I, R, P>(isa, first);
-            let mut line = [t.weights[0].as_ptr(), t.weights[1].as_ptr()];
+            let mut line = t.weights.as_ptr();
             let mut x = t.inputs.as_ptr().wrapping_add(first * input_bytes);
             let mut record = t.panel.as_ptr().wrapping_add(t.group_at);
             let mut left = t.group_left;
@@ -448,11 +441,11 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     // To memory with the totals until the block's end: its sums and what they add up to need the registers.
                     std::hint::black_box(&mut total);
                 }
-                let ahead = if Self::ASKS { t.ahead::<P>(block, stride) } else { [0; 2] };
+                let ahead = if Self::ASKS { t.ahead::<P>(block, stride) } else { 0 };
                 if Self::ONE_STREAM && block & (Self::HEAD.0 - 1) == 0 {
                     // The scales now, as they come, and not between lines.
                     for i in 0..Self::HEAD.1 {
-                        prefetch_now(line[0].wrapping_sub((Self::HEAD.1 - i) * LINE));
+                        prefetch_now(line.wrapping_sub((Self::HEAD.1 - i) * LINE));
                     }
                 }
                 if !STREAM && !L::SUMMED {
@@ -597,7 +590,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 if !Self::UNITS || (t.first_block + block + 1) & (t.unit - 1) == 0 {
                     record = record.wrapping_add(t.record_skip);
                     if !L::SUMMED {
-                        line = [line[0].wrapping_add(t.line_skip[0]), line[1].wrapping_add(t.line_skip[1])];
+                        line = line.wrapping_add(t.line_skip);
                     }
                 }
             }
@@ -734,12 +727,12 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let (span, record) = scaled::span(SCALED);
         let spans = if record > 0 { t.blocks * (BLOCK / span) } else { 1 };
         assert!(t.row_tiles == 1);
-        t.check(R, P, [0; 2], Reads { scales: self.scales(), input: 0 });
+        t.check(R, P, 0, Reads { scales: self.scales(), input: 0 });
         t.check_sums(R, P, spans);
 
         // From here on every read is in bounds: there is a sum and a scale for every span.
         let mut total = if record > 0 { t.begin::<I, R, P>(isa, 0) } else { [[isa.zero(); P]; R] };
-        let mut at = t.weights[0].as_ptr();
+        let mut at = t.weights.as_ptr();
         let mut scale = t.panel.as_ptr().wrapping_add(t.group_at);
         for _ in 0..spans {
             let mut sums = total;
@@ -771,14 +764,14 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
     fn total<I: Isa, const INPUTS_UP: bool>(&self, isa: I, first: usize) -> [[I::Flt; P]; R] {
         let t = &self.tile;
         // Nibbles only have scales between lines.
-        assert!(t.line_skip == [0; 2] && t.record_skip == 0);
+        assert!(t.line_skip == 0 && t.record_skip == 0);
         if const { L::SUMMED } {
             return self.total_of_sums(isa);
         }
         let shifted = const { STREAM && SCALED != scaled::NO && I::FP8_UP != 1.0 && (R <= 4 || !I::LARGE) };
         let (number, per_operand) = if L::BF16 { (I::INPUT_BYTES, 2) } else { (4, 1) };
         let input_bytes = BLOCK * number;
-        let block_bytes = [BLOCK / per_operand / L::OPERANDS * LINE, 0];
+        let block_bytes = BLOCK / per_operand / L::OPERANDS * LINE;
         let (span, record) = scaled::span(SCALED);
         let scales = self.scales();
         t.check(R, P, block_bytes, Reads { scales, input: input_bytes });
@@ -790,11 +783,11 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         // scale for every span.
         let table = L::table(isa);
         let mut total = t.begin::<I, R, P>(isa, first);
-        let mut line = t.weights[0].as_ptr();
+        let mut line = t.weights.as_ptr();
         let mut x = t.inputs.as_ptr().wrapping_add(first * input_bytes);
         let mut scale = t.panel.as_ptr().wrapping_add(t.group_at);
         for block in 0..t.blocks {
-            let ahead = if STREAM { t.ahead::<P>(block, block_bytes)[0] } else { 0 };
+            let ahead = if STREAM { t.ahead::<P>(block, block_bytes) } else { 0 };
             if !STREAM {
                 t.later.ask();
             }

@@ -2,9 +2,10 @@
 //!
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …                      outputs padded to 16
-//! panel    super records | group records | block 0 | block 1 | … | plane 1 of all blocks   each part padded to 64 bytes
-//! block    group records, where there is one plane of 4 bits | plane 0                  columns padded to 128
-//! plane    16 steps of 8 columns of a block
+//! panel    super records | group records, where they are not in blocks | block 0 | block 1 | …   each part padded to 64 bytes
+//! block    group records, where there is one plane of 4 bits | group 0 | group 1 | …   columns padded to 128
+//! group    first step of plane 0 | plane 1 | other steps of plane 0                     what the second table has as a group
+//! plane    steps of 8 columns of a group
 //! operand  64 bytes: the code of column k + i (i in 0..4) of output o is byte 4 * o + i
 //! step     operand A (columns 0..4) and operand B (columns 4..8), their bits spread over the planes
 //! ```
@@ -48,32 +49,30 @@ use kt_core::format::ggml;
 use kt_core::{Format, Matrix};
 
 /// The version of everything said above. Packed weights are kept on disk with it: raise it with any change of the bytes.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 
 /// What version [`VERSION`] makes of fixed matrices: checksums, by format. A test compares; it prints this table as it should be.
 #[cfg(test)]
 pub(crate) const PACKED: &[(&str, u64)] = &[
-    ("Q8_0", 0x58c0a844ae31bbd2),
-    ("Q4_0", 0xc6a41d8702df3473),
-    ("Q4_K", 0x6f3b0845adbdbc52),
-    ("Q5_K", 0xf100dc20e4114eb5),
-    ("Q6_K", 0xba3f72fbe93890f4),
-    ("Q4_1", 0x9e82494ab99a934f),
-    ("Q5_0", 0xa9e0ff2a6b1e1262),
-    ("Q5_1", 0x7ccbb05b1a1a5615),
-    ("Q2_K", 0x2670625e14270f23),
-    ("Q3_K", 0x3e123311c25ff02f),
-    ("IQ4_NL", 0xc6a41d8702df3473),
-    ("IQ4_XS", 0xbdbc4bc002c25d6b),
-    ("TQ1_0", 0x13446977fe7ceae2),
-    ("TQ2_0", 0xab342f1b40d0a3af),
-    ("MXFP4-ggml", 0x7e1291ea82d362d1),
+    ("Q8_0", 0xd5ec19e952b34033),
+    ("Q4_0", 0x1440a6c81d2b5d4f),
+    ("Q4_K", 0x0af5e9f75fc1984e),
+    ("Q5_K", 0x2a15c429f25021fc),
+    ("Q6_K", 0x2ec8d8c46c3870b8),
+    ("Q4_1", 0x596883c03b1956fe),
+    ("Q5_0", 0x7fe7b7e4cf0f8a44),
+    ("Q5_1", 0x2f1d59f8c5e3f817),
+    ("Q2_K", 0xd892ece6a5de9026),
+    ("Q3_K", 0xf67509ad20fb32d9),
+    ("IQ4_NL", 0x1440a6c81d2b5d4f),
+    ("IQ4_XS", 0x13a6f2b981d64c63),
+    ("TQ1_0", 0x28651cb8599df1b2),
+    ("TQ2_0", 0xa7d4dcc2b697dce0),
+    ("MXFP4-ggml", 0xf33bfa422ae3e889),
 ];
 
 /// Columns that are packed at a time: a block of the K types, two of a panel.
 const TILE: usize = ggml::K_COLS;
-/// Bytes of one bit of each code of a block.
-const BIT: usize = BLOCK * PANEL / 8;
 /// Bytes of an F16 number of each output.
 const HALVES: usize = PANEL * 2;
 /// Bytes of the records of a tile's groups, at most: 8 of two F16 numbers.
@@ -84,7 +83,25 @@ const MOST_RECORDS: usize = 8 * HALVES * 2;
 /// # Panics
 /// When it is of another type: a caller's error.
 pub(crate) fn packed_layout(format: Format, cols: usize) -> Layout {
-    let ([low, high], group, record, super_record) = match format {
+    let Shape { planes, group, record, super_record } = shape(format);
+    let block = planes.iter().sum::<usize>() * BLOCK * PANEL / 8;
+    Layout::of(cols, Parts { block, outputs: 0, groups: Some((group, record)), super_record })
+}
+
+/// What a type is made of: the table above.
+struct Shape {
+    /// Bits of a code in each plane.
+    planes: [usize; 2],
+    /// Columns of a group.
+    group: usize,
+    /// Bytes of its record, of a panel.
+    record: usize,
+    /// Bytes of the record of 256 columns.
+    super_record: usize,
+}
+
+fn shape(format: Format) -> Shape {
+    let (planes, group, record, super_record) = match format {
         Format::Q8_0 => ([8, 0], 32, HALVES, 0),
         Format::Q4_0 | Format::Iq4Nl => ([4, 0], 32, HALVES, 0),
         Format::Q5_0 => ([4, 1], 32, HALVES, 0),
@@ -100,8 +117,7 @@ pub(crate) fn packed_layout(format: Format, cols: usize) -> Layout {
         Format::Iq4Xs => ([4, 0], 32, PANEL, HALVES),
         other => panic!("{other} is not repacked"),
     };
-    let planes = [BIT * low, BIT * high];
-    Layout::of(cols, Parts { planes, outputs: 0, groups: Some((group, record)), super_record })
+    Shape { planes, group, record, super_record }
 }
 
 /// Packs rows `rows` of `matrix` into `out`, which is zeroed and has a whole panel for every 16 outputs or part of them.
@@ -109,9 +125,8 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
     let format = matrix.format();
     let layout = packed_layout(format, matrix.cols());
     let (cols, bytes) = ggml::block(format).expect("types that are repacked have blocks");
-    let group = layout.group.expect("types that are repacked have groups");
+    let Shape { planes: [low, high], group, .. } = shape(format);
     let (records, tile_bytes) = (cols / group * layout.record, TILE / cols * bytes);
-    let [low, high] = layout.planes.map(|bytes| bytes / BIT);
     // A matrix of no columns has panels of no bytes.
     for (first, out) in rows.clone().step_by(PANEL).zip(out.chunks_exact_mut(layout.panel_bytes.max(1))) {
         let outputs = PANEL.min(rows.end - first);
@@ -134,18 +149,26 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
             }
             let blocks = tile * (TILE / BLOCK)..layout.blocks;
             for (block, operands) in blocks.zip(operands.as_chunks::<{ BLOCK / 4 }>().0) {
-                let [at_0, at_1] = layout.planes_at(block);
-                let plane_0 = &mut out[at_0..][..layout.planes[0]];
-                match low {
-                    8 => put_bytes(operands, plane_0),
-                    4 => put_nibbles(operands, plane_0),
-                    _ => put_pairs(operands, 0, plane_0),
-                }
-                let plane_1 = &mut out[at_1..][..layout.planes[1]];
-                match high {
-                    2 => put_pairs(operands, low, plane_1),
-                    1 => put_bits(operands, low, plane_1),
-                    _ => {}
+                let lines = &mut out[layout.lines_at(block)..][..layout.block];
+                // Those of groups of several blocks, which have one plane, follow each other as if there were no groups.
+                let columns = group.min(BLOCK);
+                for (operands, lines) in
+                    operands.chunks_exact(columns / 4).zip(lines.chunks_exact_mut(layout.block * columns / BLOCK))
+                {
+                    let put_low = |operands: &Operands, plane_0: &mut [u8]| match low {
+                        8 => put_bytes(operands, plane_0),
+                        4 => put_nibbles(operands, plane_0),
+                        _ => put_pairs(operands, 0, plane_0),
+                    };
+                    let (first, lines) = lines.split_at_mut(low * PANEL);
+                    let (plane_1, rest) = lines.split_at_mut(high * PANEL * columns / 8);
+                    put_low(&operands[..2], first);
+                    put_low(&operands[2..], rest);
+                    match high {
+                        2 => put_pairs(operands, low, plane_1),
+                        1 => put_bits(operands, low, plane_1),
+                        _ => {}
+                    }
                 }
             }
             for (g, record) in groups[..TILE / group * layout.record].chunks_exact(layout.record).enumerate() {
@@ -255,8 +278,8 @@ fn put_each(bytes: &[u8], o: usize, groups: &mut [u8]) {
     }
 }
 
-/// The operands of a block: four codes of each output.
-type Operands = [[u32; PANEL]; BLOCK / 4];
+/// The operands of a group: four codes of each output.
+type Operands = [[u32; PANEL]];
 
 /// 8 bits of each code.
 fn put_bytes(operands: &Operands, plane: &mut [u8]) {
@@ -368,7 +391,7 @@ mod tests {
     }
 
     impl Reader<'_> {
-        /// So many bits of the code of column `k` of a block of output `o`, from the plane that begins at `plane` there.
+        /// So many bits of the code of column `k` of a group of output `o`, from the plane that begins at `plane` there.
         fn bits(&self, bits: usize, plane: usize, o: usize, k: usize) -> usize {
             let (step, is_b, n) = (k / 8, k % 8 / 4, o * 4 + k % 4);
             let byte = |step_bytes: usize, j: usize| self.panel[plane + step * step_bytes + j] as usize;
@@ -391,9 +414,9 @@ mod tests {
                 _ => (4, 0),
             };
             let supers = (self.layout.super_record * self.layout.blocks.div_ceil(2)).next_multiple_of(64);
-            let records = BLOCK * self.layout.record / self.group_cols();
-            let (front, within) = match (low, high) {
-                (4, 0) => (supers, records),
+            let (group, bits) = (self.group_cols(), low + high);
+            let (front, within) = match bits {
+                4 => (supers, BLOCK / group * self.layout.record),
                 _ => (
                     supers
                         + (self.layout.record * (self.layout.blocks * BLOCK).div_ceil(self.group_cols()))
@@ -401,10 +424,11 @@ mod tests {
                     0,
                 ),
             };
-            let block = within + low * 256;
-            let plane_1 = front + self.layout.blocks * block;
-            let (b, k) = (k / BLOCK, k % BLOCK);
-            self.bits(low, front + b * block + within, o, k) | self.bits(high, plane_1 + b * high * 256, o, k) << low
+            let (b, g, k) = (k / BLOCK, k % BLOCK / group, k % BLOCK % group);
+            let first = front + b * (within + bits * 256) + within + g * bits * group * 2;
+            // All of plane 1 comes before the second step of plane 0.
+            let plane_0 = first + if k < 8 { 0 } else { high * group * 2 };
+            self.bits(low, plane_0, o, k) | self.bits(high, first + low * 16, o, k) << low
         }
 
         fn group_cols(&self) -> usize {
@@ -536,14 +560,14 @@ mod tests {
     /// One code with all bits set, at output 13 and column 128 + 22 of 256: where its bits are, by hand.
     #[test]
     fn bits_of_a_code_are_where_the_layout_says() {
-        // Step 2 of block 1, operand B (columns 20..24), byte 4 * 13 + 2: after what is in front, and block 0.
+        // Step 2 of block 1, of a group of 16 columns step 0, operand B (columns 20..24), byte 4 * 13 + 2: after what is in front, and block 0.
         let places: [(Format, &[(usize, u8)]); 6] = [
             (Format::Q8_0, &[(256 + 2048 + 2 * 128 + 64 + 54, 0xff)]),
             (Format::Q4_0, &[(1152 + 128 + 2 * 64 + 54, 0xf0)]),
-            (Format::Q5_0, &[(256 + 1024 + 2 * 64 + 54, 0xf0), (256 + 2048 + 256 + 2 * 16 + 8 + 6, 1 << 6)]),
+            (Format::Q5_0, &[(256 + 1280 + 64 + 2 * 16 + 8 + 6, 1 << 6), (256 + 1280 + 64 + 2 * 64 + 54, 0xf0)]),
             (Format::Tq2_0, &[(64 + 512 + 2 * 32 + 22, 0xc0)]),
-            (Format::Q3K, &[(320 + 512 + 2 * 32 + 22, 0xc0), (320 + 1024 + 256 + 2 * 16 + 8 + 6, 1 << 6)]),
-            (Format::Q6K, &[(320 + 1024 + 2 * 64 + 54, 0xf0), (320 + 2048 + 512 + 2 * 32 + 22, 0xc0)]),
+            (Format::Q3K, &[(320 + 768 + 96 + 22, 0xc0), (320 + 768 + 96 + 32 + 8 + 6, 1 << 6)]),
+            (Format::Q6K, &[(320 + 1536 + 192 + 54, 0xf0), (320 + 1536 + 192 + 64 + 22, 0xc0)]),
         ];
         for (format, want) in places {
             let (cols, bytes) = ggml::block(format).unwrap();
@@ -603,11 +627,11 @@ mod tests {
         for format in FORMATS {
             for blocks in 1..20 {
                 let layout = packed_layout(format, blocks * format.block_cols());
-                let Layout { groups_at, supers_at, blocks_at, head, panel_bytes, planes, .. } = layout;
-                for at in [groups_at, supers_at, blocks_at, head, panel_bytes, planes[0], planes[1]] {
+                let Layout { groups_at, supers_at, blocks_at, head, panel_bytes, block, .. } = layout;
+                for at in [groups_at, supers_at, blocks_at, head, panel_bytes, block] {
                     assert_eq!(at % 64, 0, "{format}: {layout:?}");
                 }
-                assert_eq!(panel_bytes, blocks_at + layout.blocks * (head + planes[0] + planes[1]), "{format}");
+                assert_eq!(panel_bytes, blocks_at + layout.blocks * (head + block), "{format}");
             }
         }
     }
