@@ -75,7 +75,7 @@ pub struct Later {
 }
 
 /// The parts of two panels, and inputs.
-const RANGES: usize = 2 * 3 + 1;
+const RANGES: usize = 2 * 4 + 1;
 
 impl Later {
     /// Forgets what is left, to begin anew.

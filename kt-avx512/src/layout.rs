@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …          outputs padded to 16
-//! panel    front: scales of outputs, of 256 columns, of groups | block 0 | block 1 | …   sections padded to 64 bytes
-//! block    scales of groups, of nibbles | lines                                      128 columns; k padded to that
+//! panel    front: scales of outputs, of 256 columns, of groups | block 0 | block 1 | … | lines that lie apart   sections padded to 64 bytes
+//! block    scales of groups, of nibbles | lines                                                             128 columns; k padded to that
 //! ```
 //!
 //! Nibbles have the scales of their groups at hand: then what a product needs comes in the order of addresses, one panel after another, and a
@@ -90,8 +90,8 @@ pub(crate) const CHUNK: usize = 32;
 pub struct Layout {
     /// Blocks of 128 columns.
     pub blocks: usize,
-    /// Bytes of the lines of a block.
-    pub block: usize,
+    /// Bytes of the lines of a block; and of those that lie apart, behind all blocks.
+    pub lines: [usize; 2],
     /// Where the scales of outputs begin in a panel.
     pub outputs_at: usize,
     /// Where the scales of the first group begin in a panel: in the first block, or in front, after all others.
@@ -117,8 +117,8 @@ pub struct Layout {
 /// What a [`Layout`] is made of.
 #[derive(Debug, Clone, Copy)]
 pub struct Parts {
-    /// Bytes of the lines of a block of 128 columns.
-    pub block: usize,
+    /// Bytes of the lines of a block of 128 columns; and of those that lie apart, behind all blocks.
+    pub lines: [usize; 2],
     /// Bytes of the scales of outputs.
     pub outputs: usize,
     /// Columns of a group, and bytes of its scales.
@@ -130,14 +130,14 @@ pub struct Parts {
 impl Layout {
     /// The layout of a matrix of so many columns that has these parts.
     pub fn of(cols: usize, parts: Parts) -> Self {
-        let Parts { block, outputs, groups, super_record } = parts;
+        let Parts { lines, outputs, groups, super_record } = parts;
         let blocks = cols.div_ceil(BLOCK);
         let padded = blocks * BLOCK;
         let supers_at = outputs.next_multiple_of(LINE);
         let groups_at = supers_at + (padded.div_ceil(SUPER) * super_record).next_multiple_of(LINE);
         let (group, record) = (groups.map(|g| g.0), groups.map_or(0, |g| g.1));
         // Of a block of nibbles; of others there are none among the blocks.
-        let nibbles = block == PANEL * BLOCK / 2;
+        let nibbles = lines == [PANEL * BLOCK / 2, 0];
         let of_block = group.filter(|&g| nibbles && g > 0 && BLOCK.is_multiple_of(g)).map_or(0, |g| BLOCK / g * record);
         let (unit, head) = unit_of(of_block, group == Some(BLOCK));
         let in_front = match group {
@@ -147,7 +147,7 @@ impl Layout {
         let blocks_at = if blocks > 0 { groups_at + in_front.next_multiple_of(LINE) } else { 0 };
         let mut layout = Layout {
             blocks,
-            block,
+            lines,
             outputs_at: 0,
             groups_at,
             group,
@@ -159,7 +159,7 @@ impl Layout {
             head,
             panel_bytes: 0,
         };
-        layout.panel_bytes = layout.end_at(blocks);
+        layout.panel_bytes = layout.end_at(blocks) + blocks * lines[1];
         layout
     }
 
@@ -186,12 +186,12 @@ impl Layout {
             Format::Int8(g) | Format::Int8Offset(g) => (8, of(g, 2)),
             _ => (8, (each, None)),
         };
-        Layout::of(cols, Parts { block: PANEL * BLOCK * bits / 8, outputs, groups, super_record: 0 })
+        Layout::of(cols, Parts { lines: [PANEL * BLOCK * bits / 8, 0], outputs, groups, super_record: 0 })
     }
 
     /// Bytes between the scales of a unit's groups and those of the next one's.
     pub(crate) fn record_skip(&self) -> usize {
-        if self.head > 0 { self.unit * self.block } else { 0 }
+        if self.head > 0 { self.unit * self.lines[0] } else { 0 }
     }
 
     /// Where the scales of group `i` begin in a panel.
@@ -205,22 +205,33 @@ impl Layout {
         self.group.map_or(self.groups_at, |group| self.record_at(block * BLOCK / group))
     }
 
-    /// Where the lines of a block begin in a panel.
-    pub fn lines_at(&self, block: usize) -> usize {
-        self.blocks_at + (block / self.unit + 1) * self.head + block * self.block
+    /// Where the lines of a block begin in a panel, and those that lie apart.
+    pub fn lines_at(&self, block: usize) -> [usize; 2] {
+        let heads = (block / self.unit + 1) * self.head;
+        [self.blocks_at + heads + block * self.lines[0], self.apart_at() + block * self.lines[1]]
     }
 
     /// Where so many blocks end.
     fn end_at(&self, blocks: usize) -> usize {
-        self.blocks_at + blocks.div_ceil(self.unit) * self.head + blocks * self.block
+        self.blocks_at + blocks.div_ceil(self.unit) * self.head + blocks * self.lines[0]
+    }
+
+    /// Where the lines that lie apart begin in a panel.
+    fn apart_at(&self) -> usize {
+        self.end_at(self.blocks)
     }
 
     /// Where the bytes of some blocks are in a panel: of scales in front, as if each block had as many, in scales of groups that are there,
-    /// and among the blocks.
-    pub(crate) fn parts(&self, blocks: Range<usize>) -> [Range<usize>; 3] {
+    /// among the blocks, and apart.
+    pub(crate) fn parts(&self, blocks: Range<usize>) -> [Range<usize>; 4] {
         let share = |of: Range<usize>, block: usize| of.start + of.len() * block / self.blocks;
         let at = |block: usize| {
-            [share(0..self.groups_at, block), share(self.groups_at..self.blocks_at, block), self.end_at(block)]
+            [
+                share(0..self.groups_at, block),
+                share(self.groups_at..self.blocks_at, block),
+                self.end_at(block),
+                self.apart_at() + block * self.lines[1],
+            ]
         };
         let (start, end) = (at(blocks.start), at(blocks.end));
         std::array::from_fn(|i| start[i]..end[i])
@@ -243,10 +254,10 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
     let layout = Layout::new(format, matrix.cols());
     for (first, out) in rows.clone().step_by(PANEL).zip(out.chunks_exact_mut(layout.panel_bytes.max(1))) {
         let outputs = PANEL.min(rows.end - first);
-        let row_bytes = layout.block / PANEL;
+        let row_bytes = layout.lines[0] / PANEL;
         for o in 0..outputs {
             for (block, codes) in matrix.row(first + o).chunks(row_bytes).enumerate() {
-                let lines = &mut out[layout.lines_at(block)..][..layout.block];
+                let lines = &mut out[layout.lines_at(block)[0]..][..layout.lines[0]];
                 match format {
                     Format::Int8(_) => each_dword(codes, lines, o * 4, |v| (v ^ 0x8080_8080).to_le_bytes()),
                     Format::Int4(_) | Format::Int4Asym(_) | Format::Mxfp4 | Format::Nvfp4 => {
@@ -392,8 +403,8 @@ mod tests {
 
     #[test]
     fn parts_of_all_blocks_are_the_panel() {
-        // Records of 256 columns as well, which no format of this crate has.
-        let parts = Parts { block: 1280, outputs: 4, groups: Some((64, 32)), super_record: 32 };
+        // Lines apart and records of 256 columns as well, which no format of this crate has.
+        let parts = Parts { lines: [1024, 256], outputs: 4, groups: Some((64, 32)), super_record: 32 };
         let others = [
             (Format::Bf16, 100),
             (Format::Int4(Group::Of(32)), 704),
@@ -406,17 +417,18 @@ mod tests {
             others.map(|(format, cols)| Layout::new(format, cols)).into_iter().chain([Layout::of(1100, parts)])
         {
             let whole = layout.parts(0..layout.blocks);
-            assert_eq!((whole[0].start, whole[2].end), (0, layout.panel_bytes), "{layout:?}");
+            assert_eq!((whole[0].start, whole[3].end), (0, layout.panel_bytes), "{layout:?}");
             assert!(whole.windows(2).all(|w| w[0].end == w[1].start), "{layout:?}");
             for cut in 0..=layout.blocks {
                 let (before, after) = (layout.parts(0..cut), layout.parts(cut..layout.blocks));
-                for i in 0..3 {
+                for i in 0..4 {
                     assert_eq!(before[i].start..after[i].end, whole[i]);
                     assert_eq!(before[i].end, after[i].start);
                 }
                 // Blocks end where products look for their lines.
                 if cut > 0 {
-                    assert_eq!(layout.lines_at(cut - 1) + layout.block, before[2].end);
+                    let at = layout.lines_at(cut - 1);
+                    assert_eq!([0, 1].map(|i| at[i] + layout.lines[i]), [before[2].end, before[3].end]);
                 }
             }
         }
@@ -432,7 +444,7 @@ mod tests {
         let layout = Layout::new(Format::Int4(Group::Of(128)), 300);
         assert_eq!((layout.blocks_at, layout.unit, layout.head), (64, 2, 64));
         assert_eq!([0, 1, 2].map(|g| layout.record_at(g)), [64, 64 + 32, 64 + 64 + 2048]);
-        assert_eq!([0, 1, 2].map(|b| layout.lines_at(b)), [128, 128 + 1024, 128 + 2048 + 64]);
+        assert_eq!([0, 1, 2].map(|b| layout.lines_at(b)[0]), [128, 128 + 1024, 128 + 2048 + 64]);
         assert_eq!(layout.panel_bytes, 64 + 3 * 1024 + 2 * 64);
         let layout = Layout::new(Format::Int4Asym(Group::Of(128)), 5 * 128);
         assert_eq!((layout.unit, layout.head, layout.panel_bytes), (4, 192, 64 + 5 * 1024 + 2 * 192));

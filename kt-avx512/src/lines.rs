@@ -9,8 +9,10 @@ use crate::layout::{LINE, PANEL};
 pub trait Lines: Copy {
     /// Operands per step: 1 or 2.
     const OPERANDS: usize;
-    /// Bytes of a step in each plane; one plane of lines for most. For what [`Steps`] has of two, see there.
+    /// Bytes of a step in each plane; one plane of lines for most. [`Steps`] says where those of two are.
     const PLANES: [usize; 2] = [LINE, 0];
+    /// Whether plane 1 lies apart, behind all blocks: a stream of its own.
+    const APART: bool = false;
     /// Whether they are sums of products already: one for each row, panel and span of columns that share a scale.
     const SUMMED: bool = false;
     /// What the loop keeps in registers for unpacking.
@@ -402,26 +404,41 @@ impl Scale for F32Scale {
 }
 
 /// Where the steps of `COLUMNS` columns are: the first one of plane 0, all of plane 1, the others of plane 0. So lines come in the order in which
-/// they are first used, and the next columns follow.
+/// they are first used, and the next columns follow. Where plane 1 lies apart, both planes are of steps that follow each other.
 pub(crate) struct Steps<L, const COLUMNS: usize>(std::marker::PhantomData<L>);
 
 impl<L: Lines, const COLUMNS: usize> Steps<L, COLUMNS> {
-    /// Bytes of a step in all planes.
-    pub(crate) const STEP: usize = L::PLANES[0] + L::PLANES[1];
+    /// Bytes of a step among the blocks, and apart.
+    pub(crate) const STEP: [usize; 2] = match L::APART {
+        true => L::PLANES,
+        false => [L::PLANES[0] + L::PLANES[1], 0],
+    };
     /// How many steps there are, if operands have four columns.
     pub(crate) const COUNT: usize = COLUMNS / 4 / L::OPERANDS;
 
-    /// Step `step` in both planes of the columns that begin at `at`.
+    /// Step `step` in both planes of the columns that begin at `at`, and apart.
     #[inline(always)]
-    pub(crate) fn at(at: *const u8, step: usize) -> [*const u8; 2] {
+    pub(crate) fn at([at, apart]: [*const u8; 2], step: usize) -> [*const u8; 2] {
+        let (low, high) = (step * L::PLANES[0], step * L::PLANES[1]);
+        if L::APART {
+            return [at.wrapping_add(low), apart.wrapping_add(high)];
+        }
         let plane_1 = if step > 0 { Self::COUNT * L::PLANES[1] } else { 0 };
-        [at.wrapping_add(plane_1 + step * L::PLANES[0]), at.wrapping_add(L::PLANES[0] + step * L::PLANES[1])]
+        [at.wrapping_add(plane_1 + low), at.wrapping_add(L::PLANES[0] + high)]
+    }
+
+    /// What begins after so many times as many columns.
+    #[inline(always)]
+    pub(crate) fn after(at: [*const u8; 2], times: usize) -> [*const u8; 2] {
+        let count = times * Self::COUNT;
+        [at[0].wrapping_add(count * Self::STEP[0]), at[1].wrapping_add(count * Self::STEP[1])]
     }
 }
 
 /// Unpacks the lines of a block, which has its planes by `COLUMNS` columns.
 pub(crate) struct Unpack<'a, L, const COLUMNS: usize> {
-    pub from: &'a [u8],
+    /// Its lines, and those of them that lie apart.
+    pub from: [&'a [u8]; 2],
     pub to: &'a mut [u8],
     pub lines: std::marker::PhantomData<L>,
 }
@@ -431,11 +448,16 @@ impl<L: Lines, const COLUMNS: usize> Job for Unpack<'_, L, COLUMNS> {
     fn go<I: Isa>(self, isa: I) {
         let table = L::table(isa);
         let steps = Steps::<L, COLUMNS>::COUNT;
-        let from = self.from.chunks_exact(steps * Steps::<L, COLUMNS>::STEP);
-        for (from, to) in from.zip(self.to.chunks_exact_mut(steps * L::OPERANDS * LINE)) {
+        let groups = self.to.chunks_exact_mut(steps * L::OPERANDS * LINE);
+        for (from, bytes) in self.from.iter().zip(Steps::<L, COLUMNS>::STEP) {
+            assert!(from.len() >= groups.len() * steps * bytes);
+        }
+        let from = self.from.map(<[u8]>::as_ptr);
+        for (group, to) in groups.enumerate() {
+            let from = Steps::<L, COLUMNS>::after(from, group);
             for (step, to) in to.chunks_exact_mut(L::OPERANDS * LINE).enumerate() {
-                // SAFETY: the bytes of a step in both planes: `from` has those of so many.
-                let operands = unsafe { L::operands(isa, table, Steps::<L, COLUMNS>::at(from.as_ptr(), step)) };
+                // SAFETY: the bytes of a step in both planes: there are those of all groups, as said above.
+                let operands = unsafe { L::operands(isa, table, Steps::<L, COLUMNS>::at(from, step)) };
                 for (to, v) in to.chunks_exact_mut(LINE).zip(operands) {
                     // SAFETY: `to` is a line.
                     unsafe { isa.store(to.as_mut_ptr(), v) };

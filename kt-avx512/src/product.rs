@@ -48,8 +48,8 @@ pub trait Path<I: Isa> {
     const ONE_STREAM: usize;
     /// Whether many rows pass over lines that were unpacked for them.
     const UNPACKED: bool;
-    /// Unpacks the lines of a block.
-    fn unpack(isa: I, from: &[u8], to: &mut [u8]);
+    /// Unpacks the lines of a block, and those of it that lie apart.
+    fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]);
     /// Runs a tile of `r` rows x `p` panels on lines as stored.
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>);
     /// Runs a tile of `r` rows x `p` panels on unpacked lines.
@@ -140,7 +140,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const ONE_STREAM: usize = one_stream::<L, S, WG>();
     const UNPACKED: bool = L::OPERANDS > 1 && !(L::QUICK && I::LARGE && !I::TILES);
 
-    fn unpack(isa: I, from: &[u8], to: &mut [u8]) {
+    fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]) {
         isa.run(Unpack::<L, XG> { from, to, lines: PhantomData });
     }
 
@@ -195,7 +195,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     const ONE_STREAM: usize = 0;
     const UNPACKED: bool = L::OPERANDS > 1;
 
-    fn unpack(isa: I, from: &[u8], to: &mut [u8]) {
+    fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]) {
         isa.run(Unpack::<L, BLOCK> { from, to, lines: PhantomData });
     }
 
@@ -320,7 +320,7 @@ impl Product<'_> {
         let part = |panel: &'_ [u8], start: usize, blocks: usize| {
             let group = layout.group.unwrap_or(BLOCK);
             Tile {
-                weights: &[],
+                weights: [&[]; 2],
                 weight_stride: stride,
                 unit: layout.unit,
                 line_skip: layout.head,
@@ -360,7 +360,7 @@ impl Product<'_> {
                 let panels = next_panels(done, stream_panels::<I, K>(n, layout.head > 0));
                 let panel = &packed[done / PANEL * stride..];
                 let tile = Tile {
-                    weights: &panel[layout.lines_at(0)..],
+                    weights: layout.lines_at(0).map(|at| &panel[at..]),
                     after: following(panel, panels, done),
                     ahead: Ahead::of(n, panels, K::INTEGERS),
                     out: &mut self.out[done..],
@@ -376,9 +376,9 @@ impl Product<'_> {
         let unpack = K::UNPACKED;
         let most_panels = if I::LARGE { 2 } else { 1 };
         let operand_block = if unpack {
-            layout.block / K::Lines::PLANES.iter().sum::<usize>() * K::Lines::OPERANDS * LINE
+            layout.lines.iter().sum::<usize>() / K::Lines::PLANES.iter().sum::<usize>() * K::Lines::OPERANDS * LINE
         } else {
-            layout.head / layout.unit + layout.block
+            layout.head / layout.unit + layout.lines[0] + layout.lines[1]
         };
         let most_blocks = (CACHED / (most_panels * operand_block)).clamp(1, layout.blocks);
         let unpacked_stride = most_blocks * operand_block;
@@ -400,7 +400,7 @@ impl Product<'_> {
                     for p in 0..panels {
                         let to = &mut buffer[p * unpacked_stride..][..blocks * operand_block];
                         for (block, to) in (start..).zip(to.chunks_exact_mut(operand_block)) {
-                            K::unpack(isa, &panel[p * stride + layout.lines_at(block)..][..layout.block], to);
+                            K::unpack(isa, layout.lines_at(block).map(|at| &panel[p * stride + at..]), to);
                         }
                     }
                 }
@@ -431,7 +431,7 @@ impl Product<'_> {
                     };
                     let part = part(panel, start, blocks);
                     let tile = Tile {
-                        weights: if unpack { &*buffer } else { &panel[here..] },
+                        weights: if unpack { [&*buffer, &[]] } else { here.map(|at| &panel[at..]) },
                         weight_stride: if unpack { unpacked_stride } else { stride },
                         line_skip: if unpack { 0 } else { part.line_skip },
                         inputs: &part.inputs[first * block_bytes..],
@@ -498,7 +498,7 @@ impl Product<'_> {
                     let rows = n * i / tiles..n * (i + 1) / tiles;
                     let first_block = start * SUPER / BLOCK;
                     let tile = Tile {
-                        weights: &*buffer,
+                        weights: [&*buffer, &[]],
                         weight_stride: stride,
                         unit: 1,
                         line_skip: 0,

@@ -24,9 +24,9 @@ use crate::tiled::{CHAIN, SUMS_BYTES};
 
 /// What register tiles read and write that follow each other in rows: `blocks` blocks of 128 columns of it.
 pub struct Tile<'a> {
-    /// The lines of the first panel, from its first block; those of panel `p` begin at `p * weight_stride`. Or the sums of
-    /// the first row, those of row `r` [`LINE`] bytes times `r` on, those of the next span of columns [`SUMS_BYTES`].
-    pub weights: &'a [u8],
+    /// The lines of the first panel, from its first block, and those that lie apart; those of panel `p` begin at `p * weight_stride`. Or the
+    /// sums of the first row, those of row `r` [`LINE`] bytes times `r` on, those of the next span of columns [`SUMS_BYTES`].
+    pub weights: [&'a [u8]; 2],
     /// See `weights`.
     pub weight_stride: usize,
     /// Blocks after which lines and scales of groups go on elsewhere: 1, 2 or 4.
@@ -93,11 +93,13 @@ struct Reads {
 impl Tile<'_> {
     /// Checks that everything that tiles of `r` x `p` read and write is there.
     #[inline(always)]
-    fn check(&self, r: usize, p: usize, block_bytes: usize, reads: Reads) {
+    fn check(&self, r: usize, p: usize, block_bytes: [usize; 2], reads: Reads) {
         assert!(self.blocks > 0 && self.row_tiles > 0);
         let r = r * self.row_tiles;
-        let blocks = self.blocks * block_bytes + self.units_before(self.blocks - 1) * self.line_skip;
-        assert!(block_bytes == 0 || self.weights.len() >= (p - 1) * self.weight_stride + blocks);
+        let skips = [self.units_before(self.blocks - 1) * self.line_skip, 0];
+        for ((weights, skips), bytes) in self.weights.iter().zip(skips).zip(block_bytes) {
+            assert!(bytes == 0 || weights.len() >= (p - 1) * self.weight_stride + self.blocks * bytes + skips);
+        }
         assert!(reads.scales == 0 || self.panel.len() >= (p - 1) * self.panel_stride + reads.scales);
         assert!(self.inputs.len() >= (self.blocks - 1) * self.input_stride + r * reads.input);
         assert!(self.width <= p * PANEL && self.width > (p - 1) * PANEL);
@@ -122,15 +124,17 @@ impl Tile<'_> {
         self.after.addr().wrapping_sub(self.panel.as_ptr().addr())
     }
 
-    /// From a line of a block to the line that is to be prefetched, whole blocks on; `block_bytes` from one block to the next.
+    /// From a line of a block to the line that is to be prefetched, and from one that lies apart; `block_bytes` from one block to the next.
     #[inline(always)]
-    fn ahead<const P: usize>(&self, block: usize, block_bytes: usize) -> usize {
-        let blocks = ((self.ahead.bytes / P + block_bytes / 2) / block_bytes).max(1);
-        if block + blocks < self.blocks {
-            blocks * block_bytes
-        } else {
-            self.following().wrapping_add(blocks * block_bytes).wrapping_sub(self.blocks * block_bytes)
-        }
+    fn ahead<const P: usize>(&self, block: usize, block_bytes: [usize; 2]) -> [usize; 2] {
+        let blocks = (self.ahead.bytes / P).div_ceil(block_bytes[0] + block_bytes[1]);
+        block_bytes.map(|bytes| {
+            if block + blocks < self.blocks {
+                blocks * bytes
+            } else {
+                self.following().wrapping_add(blocks * bytes).wrapping_sub(self.blocks * bytes)
+            }
+        })
     }
 
     /// Asks for the scales in front of panels, which are few. All now: a hint more in the loop takes registers from it. Those of several panels
@@ -152,7 +156,7 @@ impl Tile<'_> {
     /// Checks that all sums of `r` rows and `p` panels are there.
     #[inline(always)]
     fn check_sums(&self, r: usize, p: usize, spans: usize) {
-        assert!(self.weights.len() >= (spans - 1) * SUMS_BYTES + (p - 1) * self.weight_stride + r * LINE);
+        assert!(self.weights[0].len() >= (spans - 1) * SUMS_BYTES + (p - 1) * self.weight_stride + r * LINE);
     }
 
     /// The totals to go on from, of the tile that begins with row `first`.
@@ -256,8 +260,8 @@ struct Place {
     x: *const u8,
     /// Bytes of a block.
     input_bytes: usize,
-    /// From a line to the one to ask for.
-    ahead: usize,
+    /// From a line to the one to ask for, and from one that lies apart.
+    ahead: [usize; 2],
 }
 
 impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, const R: usize, const P: usize>
@@ -288,24 +292,23 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         t: &Tile<'_>,
         isa: I,
         (table, zeros): (L::Table<I>, [I::Int; P]),
-        (line, at, k): (&mut *const u8, Place, usize),
+        (line, at, k): (&mut [*const u8; 2], Place, usize),
         sums: &mut [[I::Int; P]; R],
     ) {
         let Place { x, input_bytes, ahead } = at;
         if L::SUMMED {
             for (r, sums) in sums.iter_mut().enumerate() {
                 for (p, sum) in sums.iter_mut().enumerate() {
-                    let at = line.wrapping_add(p * t.weight_stride + r * LINE);
+                    let at = line[0].wrapping_add(p * t.weight_stride + r * LINE);
                     // SAFETY: a sum of row `r` and panel `p`, by the caller's promise.
                     *sum = isa.add(*sum, unsafe { isa.load(at) });
                 }
             }
-            *line = line.wrapping_add(SUMS_BYTES);
+            line[0] = line[0].wrapping_add(SUMS_BYTES);
             return;
         }
         let span = if L::SPAN == 0 || L::SPAN > XG { XG } else { L::SPAN };
         let steps = span / 4 / L::OPERANDS;
-        let step_bytes = Steps::<L, XG>::STEP;
         for s in 0..XG / span {
             let mut acc = *sums;
             if L::SPAN > 0 {
@@ -319,11 +322,12 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 let mut w = [[isa.splat(0); 2]; P];
                 let step = s * steps + j;
                 for (p, w) in w.iter_mut().enumerate() {
-                    let line = line.wrapping_add(p * t.weight_stride);
-                    if Self::ASKS {
+                    let line = line.map(|line| line.wrapping_add(p * t.weight_stride));
+                    for i in 0..if Self::ASKS { 2 } else { 0 } {
                         // As many lines as begin here, counted from those of the first step.
-                        for asked in (step * step_bytes).div_ceil(LINE)..((step + 1) * step_bytes).div_ceil(LINE) {
-                            t.ahead.ask(line.wrapping_add(asked * LINE).wrapping_add(ahead));
+                        let bytes = Steps::<L, XG>::STEP[i];
+                        for asked in (step * bytes).div_ceil(LINE)..((step + 1) * bytes).div_ceil(LINE) {
+                            t.ahead.ask(line[i].wrapping_add(asked * LINE).wrapping_add(ahead[i]));
                         }
                     }
                     // SAFETY: a step of panel `p`, by the caller's promise.
@@ -368,7 +372,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 *sums = acc;
             }
         }
-        *line = line.wrapping_add(Steps::<L, XG>::COUNT * step_bytes);
+        *line = Steps::<L, XG>::after(*line, 1);
     }
 }
 
@@ -388,7 +392,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let scaled = if S::PAIRS { 2 * XG } else { XG };
         let sums_at = BLOCK + BLOCK / scaled * 4;
         let input_bytes = sums_at + BLOCK / XG * 4;
-        let block_bytes = if L::SUMMED { 0 } else { BLOCK / XG * Steps::<L, XG>::COUNT * Steps::<L, XG>::STEP };
+        let steps = if L::SUMMED { 0 } else { BLOCK / XG * Steps::<L, XG>::COUNT };
+        let block_bytes = Steps::<L, XG>::STEP.map(|bytes| steps * bytes);
         let mut scales = if S::OUTPUTS { t.outputs_at + PANEL * 4 } else { 0 };
         if S::PAIRS {
             scales = scales
@@ -426,13 +431,13 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 }
             }
         }
-        let stride = block_bytes + t.per_unit(t.line_skip);
+        let stride = [block_bytes[0] + t.per_unit(t.line_skip), block_bytes[1]];
         assert!(if Self::UNITS { t.unit.is_power_of_two() } else { t.unit == 1 });
         for tile in 0..t.row_tiles {
             let first = tile * R;
             let mut zeros = [isa.splat(0); P];
             let mut total = t.begin::<I, R, P>(isa, first);
-            let mut line = t.weights.as_ptr();
+            let mut line = t.weights.map(<[u8]>::as_ptr);
             let mut x = t.inputs.as_ptr().wrapping_add(first * input_bytes);
             let mut record = t.panel.as_ptr().wrapping_add(t.group_at);
             let mut left = t.group_left;
@@ -441,11 +446,11 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     // To memory with the totals until the block's end: its sums and what they add up to need the registers.
                     std::hint::black_box(&mut total);
                 }
-                let ahead = if Self::ASKS { t.ahead::<P>(block, stride) } else { 0 };
+                let ahead = if Self::ASKS { t.ahead::<P>(block, stride) } else { [0; 2] };
                 if Self::ONE_STREAM && block & (Self::HEAD.0 - 1) == 0 {
                     // The scales now, as they come, and not between lines.
                     for i in 0..Self::HEAD.1 {
-                        prefetch_now(line.wrapping_sub((Self::HEAD.1 - i) * LINE));
+                        prefetch_now(line[0].wrapping_sub((Self::HEAD.1 - i) * LINE));
                     }
                 }
                 if !STREAM && !L::SUMMED {
@@ -590,7 +595,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 if !Self::UNITS || (t.first_block + block + 1) & (t.unit - 1) == 0 {
                     record = record.wrapping_add(t.record_skip);
                     if !L::SUMMED {
-                        line = line.wrapping_add(t.line_skip);
+                        line[0] = line[0].wrapping_add(t.line_skip);
                     }
                 }
             }
@@ -727,12 +732,12 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let (span, record) = scaled::span(SCALED);
         let spans = if record > 0 { t.blocks * (BLOCK / span) } else { 1 };
         assert!(t.row_tiles == 1);
-        t.check(R, P, 0, Reads { scales: self.scales(), input: 0 });
+        t.check(R, P, [0; 2], Reads { scales: self.scales(), input: 0 });
         t.check_sums(R, P, spans);
 
         // From here on every read is in bounds: there is a sum and a scale for every span.
         let mut total = if record > 0 { t.begin::<I, R, P>(isa, 0) } else { [[isa.zero(); P]; R] };
-        let mut at = t.weights.as_ptr();
+        let mut at = t.weights[0].as_ptr();
         let mut scale = t.panel.as_ptr().wrapping_add(t.group_at);
         for _ in 0..spans {
             let mut sums = total;
@@ -771,7 +776,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let shifted = const { STREAM && SCALED != scaled::NO && I::FP8_UP != 1.0 && (R <= 4 || !I::LARGE) };
         let (number, per_operand) = if L::BF16 { (I::INPUT_BYTES, 2) } else { (4, 1) };
         let input_bytes = BLOCK * number;
-        let block_bytes = BLOCK / per_operand / L::OPERANDS * LINE;
+        let block_bytes = [BLOCK / per_operand / L::OPERANDS * LINE, 0];
         let (span, record) = scaled::span(SCALED);
         let scales = self.scales();
         t.check(R, P, block_bytes, Reads { scales, input: input_bytes });
@@ -783,11 +788,11 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         // scale for every span.
         let table = L::table(isa);
         let mut total = t.begin::<I, R, P>(isa, first);
-        let mut line = t.weights.as_ptr();
+        let mut line = t.weights[0].as_ptr();
         let mut x = t.inputs.as_ptr().wrapping_add(first * input_bytes);
         let mut scale = t.panel.as_ptr().wrapping_add(t.group_at);
         for block in 0..t.blocks {
-            let ahead = if STREAM { t.ahead::<P>(block, block_bytes) } else { 0 };
+            let ahead = if STREAM { t.ahead::<P>(block, block_bytes)[0] } else { 0 };
             if !STREAM {
                 t.later.ask();
             }

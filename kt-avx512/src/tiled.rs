@@ -117,7 +117,7 @@ pub(crate) fn cached<I: Isa>(
     );
     assert!(row_stride >= row_bytes);
     assert!(tile.line_skip == 0);
-    assert!(tile.weights.len() >= (panels - 1) * tile.weight_stride + tile.blocks * line_bytes);
+    assert!(tile.weights[0].len() >= (panels - 1) * tile.weight_stride + tile.blocks * line_bytes);
     assert!(tile.inputs.len() >= (tile.blocks - 1) * tile.input_stride + rows * row_stride);
     let sums = std::mem::take(&mut tile.sums);
     for start in (0..tile.blocks).step_by(most) {
@@ -149,7 +149,7 @@ pub(crate) fn cached<I: Isa>(
             inputs: inputs.as_ptr(),
             row_stride,
             block_stride: tile.input_stride,
-            lines: tile.weights[start * line_bytes..].as_ptr(),
+            lines: tile.weights[0][start * line_bytes..].as_ptr(),
             panel_stride: tile.weight_stride,
             sums: sums.as_mut_ptr(),
             from_sums,
@@ -168,7 +168,7 @@ pub(crate) fn cached<I: Isa>(
             let now = ROWS.min(rows - done);
             let at = done / TILE_ROWS * 2 * TILE_BYTES + done % TILE_ROWS * LINE;
             let part = Tile {
-                weights: &sums[at..],
+                weights: [&sums[at..], &[]],
                 weight_stride: TILE_BYTES,
                 line_skip: 0,
                 group_at: tile.group_at + records * spans.record + tile.units_before(start) * tile.record_skip,

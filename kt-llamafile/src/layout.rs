@@ -3,9 +3,12 @@
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …                      outputs padded to 16
 //! panel    super records | group records, where they are not in blocks | block 0 | block 1 | …   each part padded to 64 bytes
-//! block    group records, where there is one plane of 4 bits | group 0 | group 1 | …   columns padded to 128
-//! group    first step of plane 0 | plane 1 | other steps of plane 0                     what the second table has as a group
+//! block    group records, where there is one plane of 4 bits | group 0 | group 1 | …            columns padded to 128
+//! group    first step of plane 0 | plane 1 | other steps of plane 0                              what the second table has as a group
 //! plane    steps of 8 columns of a group
+//!
+//! Q6_K has plane 1 of all groups behind all blocks.
+//!
 //! operand  64 bytes: the code of column k + i (i in 0..4) of output o is byte 4 * o + i
 //! step     operand A (columns 0..4) and operand B (columns 4..8), their bits spread over the planes
 //! ```
@@ -58,7 +61,7 @@ pub(crate) const PACKED: &[(&str, u64)] = &[
     ("Q4_0", 0x1440a6c81d2b5d4f),
     ("Q4_K", 0x0af5e9f75fc1984e),
     ("Q5_K", 0x2a15c429f25021fc),
-    ("Q6_K", 0x2ec8d8c46c3870b8),
+    ("Q6_K", 0xc7b23d4aaf58d450),
     ("Q4_1", 0x596883c03b1956fe),
     ("Q5_0", 0x7fe7b7e4cf0f8a44),
     ("Q5_1", 0x2f1d59f8c5e3f817),
@@ -83,15 +86,25 @@ const MOST_RECORDS: usize = 8 * HALVES * 2;
 /// # Panics
 /// When it is of another type: a caller's error.
 pub(crate) fn packed_layout(format: Format, cols: usize) -> Layout {
-    let Shape { planes, group, record, super_record } = shape(format);
-    let block = planes.iter().sum::<usize>() * BLOCK * PANEL / 8;
-    Layout::of(cols, Parts { block, outputs: 0, groups: Some((group, record)), super_record })
+    let Shape { planes: [low, high], apart, group, record, super_record } = shape(format);
+    let bits = if apart { [low, high] } else { [low + high, 0] };
+    Layout::of(
+        cols,
+        Parts {
+            lines: bits.map(|bits| bits * BLOCK * PANEL / 8),
+            outputs: 0,
+            groups: Some((group, record)),
+            super_record,
+        },
+    )
 }
 
 /// What a type is made of: the table above.
 struct Shape {
     /// Bits of a code in each plane.
     planes: [usize; 2],
+    /// Whether plane 1 is behind all blocks.
+    apart: bool,
     /// Columns of a group.
     group: usize,
     /// Bytes of its record, of a panel.
@@ -117,7 +130,7 @@ fn shape(format: Format) -> Shape {
         Format::Iq4Xs => ([4, 0], 32, PANEL, HALVES),
         other => panic!("{other} is not repacked"),
     };
-    Shape { planes, group, record, super_record }
+    Shape { planes, apart: format == Format::Q6K, group, record, super_record }
 }
 
 /// Packs rows `rows` of `matrix` into `out`, which is zeroed and has a whole panel for every 16 outputs or part of them.
@@ -125,7 +138,7 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
     let format = matrix.format();
     let layout = packed_layout(format, matrix.cols());
     let (cols, bytes) = ggml::block(format).expect("types that are repacked have blocks");
-    let Shape { planes: [low, high], group, .. } = shape(format);
+    let Shape { planes: [low, high], apart, group, .. } = shape(format);
     let (records, tile_bytes) = (cols / group * layout.record, TILE / cols * bytes);
     // A matrix of no columns has panels of no bytes.
     for (first, out) in rows.clone().step_by(PANEL).zip(out.chunks_exact_mut(layout.panel_bytes.max(1))) {
@@ -149,21 +162,25 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
             }
             let blocks = tile * (TILE / BLOCK)..layout.blocks;
             for (block, operands) in blocks.zip(operands.as_chunks::<{ BLOCK / 4 }>().0) {
-                let lines = &mut out[layout.lines_at(block)..][..layout.block];
-                // Those of groups of several blocks, which have one plane, follow each other as if there were no groups.
+                let at = layout.lines_at(block);
+                // Groups of several blocks have one plane, which goes on as if there were no groups.
                 let columns = group.min(BLOCK);
-                for (operands, lines) in
-                    operands.chunks_exact(columns / 4).zip(lines.chunks_exact_mut(layout.block * columns / BLOCK))
-                {
-                    let put_low = |operands: &Operands, plane_0: &mut [u8]| match low {
-                        8 => put_bytes(operands, plane_0),
-                        4 => put_nibbles(operands, plane_0),
-                        _ => put_pairs(operands, 0, plane_0),
-                    };
-                    let (first, lines) = lines.split_at_mut(low * PANEL);
-                    let (plane_1, rest) = lines.split_at_mut(high * PANEL * columns / 8);
-                    put_low(&operands[..2], first);
-                    put_low(&operands[2..], rest);
+                let (low_bytes, high_bytes) = (low * PANEL * columns / 8, high * PANEL * columns / 8);
+                for (g, operands) in operands.chunks_exact(columns / 4).enumerate() {
+                    let [group, apart_at] = [0, 1].map(|i| at[i] + g * layout.lines[i] * columns / BLOCK);
+                    let second = group + low * PANEL;
+                    let (plane_1, rest) = if apart { (apart_at, second) } else { (second, second + high_bytes) };
+                    for (operands, at, bytes) in
+                        [(&operands[..2], group, low * PANEL), (&operands[2..], rest, low_bytes - low * PANEL)]
+                    {
+                        let plane_0 = &mut out[at..][..bytes];
+                        match low {
+                            8 => put_bytes(operands, plane_0),
+                            4 => put_nibbles(operands, plane_0),
+                            _ => put_pairs(operands, 0, plane_0),
+                        }
+                    }
+                    let plane_1 = &mut out[plane_1..][..high_bytes];
                     match high {
                         2 => put_pairs(operands, low, plane_1),
                         1 => put_bits(operands, low, plane_1),
@@ -425,6 +442,11 @@ mod tests {
                 ),
             };
             let (b, g, k) = (k / BLOCK, k % BLOCK / group, k % BLOCK % group);
+            if self.format == Format::Q6K {
+                let plane = |bits: usize| b * bits * 256 + g * bits * group * 2;
+                let apart = front + self.layout.blocks * low * 256;
+                return self.bits(low, front + plane(low), o, k) | self.bits(high, apart + plane(high), o, k) << low;
+            }
             let first = front + b * (within + bits * 256) + within + g * bits * group * 2;
             // All of plane 1 comes before the second step of plane 0.
             let plane_0 = first + if k < 8 { 0 } else { high * group * 2 };
@@ -567,7 +589,7 @@ mod tests {
             (Format::Q5_0, &[(256 + 1280 + 64 + 2 * 16 + 8 + 6, 1 << 6), (256 + 1280 + 64 + 2 * 64 + 54, 0xf0)]),
             (Format::Tq2_0, &[(64 + 512 + 2 * 32 + 22, 0xc0)]),
             (Format::Q3K, &[(320 + 768 + 96 + 22, 0xc0), (320 + 768 + 96 + 32 + 8 + 6, 1 << 6)]),
-            (Format::Q6K, &[(320 + 1536 + 192 + 54, 0xf0), (320 + 1536 + 192 + 64 + 22, 0xc0)]),
+            (Format::Q6K, &[(320 + 1024 + 2 * 64 + 54, 0xf0), (320 + 2048 + 512 + 2 * 32 + 22, 0xc0)]),
         ];
         for (format, want) in places {
             let (cols, bytes) = ggml::block(format).unwrap();
@@ -627,11 +649,11 @@ mod tests {
         for format in FORMATS {
             for blocks in 1..20 {
                 let layout = packed_layout(format, blocks * format.block_cols());
-                let Layout { groups_at, supers_at, blocks_at, head, panel_bytes, block, .. } = layout;
-                for at in [groups_at, supers_at, blocks_at, head, panel_bytes, block] {
+                let Layout { groups_at, supers_at, blocks_at, head, panel_bytes, lines, .. } = layout;
+                for at in [groups_at, supers_at, blocks_at, head, panel_bytes, lines[0], lines[1]] {
                     assert_eq!(at % 64, 0, "{format}: {layout:?}");
                 }
-                assert_eq!(panel_bytes, blocks_at + layout.blocks * (head + block), "{format}");
+                assert_eq!(panel_bytes, blocks_at + layout.blocks * (head + lines[0] + lines[1]), "{format}");
             }
         }
     }

@@ -5,9 +5,10 @@
 use kt_avx512::engine::{Bytes, Codes, Isa, LINE, Lines, Nibbles, PANEL, Scale};
 use kt_core::format::ggml::IQ4_VALUES;
 
-/// Defines codes that are unpacked without a table: the bytes of a step in each plane, and columns whose narrow sums fit.
+/// Defines codes that are unpacked without a table: the bytes of a step in each plane, whether plane 1 lies apart, and columns whose narrow sums
+/// fit.
 macro_rules! codes {
-    ($(#[$doc:meta])* $name:ident, $planes:expr, $span:literal, |$isa:ident, $at:ident| $operands:expr) => {
+    ($(#[$doc:meta])* $name:ident, $planes:expr, apart: $apart:literal, $span:literal, |$isa:ident, $at:ident| $operands:expr) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
         pub struct $name;
@@ -15,6 +16,7 @@ macro_rules! codes {
         impl Lines for $name {
             const OPERANDS: usize = 2;
             const PLANES: [usize; 2] = $planes;
+            const APART: bool = $apart;
             type Table<I: Isa> = ();
             #[inline(always)]
             fn table<I: Isa>(_: I) {}
@@ -34,25 +36,25 @@ macro_rules! codes {
 
 codes!(
     /// Two bits: 8 x 2 x 3 x 127 < 2^15.
-    TwoBits, [32, 0], 32, |isa, at| isa.load_bit_pairs(at[0])
+    TwoBits, [32, 0], apart: false, 32, |isa, at| isa.load_bit_pairs(at[0])
 );
 codes!(
     /// Two bits and a third: 8 x 2 x 7 x 127 < 2^15.
-    ThreeBits, [32, 16], 32, |isa, at| {
+    ThreeBits, [32, 16], apart: false, 32, |isa, at| {
         let [a, b] = isa.load_bit_pairs(at[0]);
         [isa.with_bits::<4>(a, at[1]), isa.with_bits::<4>(b, at[1].wrapping_add(8))]
     }
 );
 codes!(
     /// Four bits and a fifth: 4 x 2 x 31 x 127 < 2^15.
-    FiveBits, [LINE, 16], 16, |isa, at| {
+    FiveBits, [LINE, 16], apart: false, 16, |isa, at| {
         let [a, b] = Nibbles::operands(isa, (), at);
         [isa.with_bits::<16>(a, at[1]), isa.with_bits::<16>(b, at[1].wrapping_add(8))]
     }
 );
 codes!(
-    /// Four bits and two: 2 x 2 x 63 x 127 < 2^15.
-    SixBits, [LINE, 32], 8, |isa, at| isa.with_bit_pairs(Nibbles::operands(isa, (), at), at[1])
+    /// Four bits and two: 2 x 2 x 63 x 127 < 2^15. Their planes measured better apart, those of the others together.
+    SixBits, [LINE, 32], apart: true, 8, |isa, at| isa.with_bit_pairs(Nibbles::operands(isa, (), at), at[1])
 );
 
 /// The values of IQ4 codes plus 128, in each 16 bytes.
