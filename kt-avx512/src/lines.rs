@@ -408,6 +408,8 @@ impl Scale for F32Scale {
 pub(crate) struct Steps<L, const COLUMNS: usize>(std::marker::PhantomData<L>);
 
 impl<L: Lines, const COLUMNS: usize> Steps<L, COLUMNS> {
+    /// Whether there are two planes, together.
+    pub(crate) const TOGETHER: bool = L::PLANES[1] > 0 && !L::APART;
     /// Bytes of a step among the blocks, and apart.
     pub(crate) const STEP: [usize; 2] = match L::APART {
         true => L::PLANES,

@@ -309,7 +309,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         }
         let span = if L::SPAN == 0 || L::SPAN > XG { XG } else { L::SPAN };
         let steps = span / 4 / L::OPERANDS;
-        for s in 0..XG / span {
+        // Where planes are together and there are several panels, a loop: else compilers unpack all steps at once, and keep them in memory.
+        let spans = if STREAM && I::LARGE && P > 1 && Steps::<L, XG>::TOGETHER { opaque(XG / span) } else { XG / span };
+        for s in 0..spans {
             let mut acc = *sums;
             if L::SPAN > 0 {
                 for acc in acc.iter_mut() {
@@ -323,11 +325,15 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 let step = s * steps + j;
                 for (p, w) in w.iter_mut().enumerate() {
                     let line = line.map(|line| line.wrapping_add(p * t.weight_stride));
-                    for i in 0..if Self::ASKS { 2 } else { 0 } {
-                        // As many lines as begin here, counted from those of the first step.
+                    for i in 0..2 {
+                        // The lines that begin here, counted from those of the first step: two at most. Compilers keep a loop.
                         let bytes = Steps::<L, XG>::STEP[i];
-                        for asked in (step * bytes).div_ceil(LINE)..((step + 1) * bytes).div_ceil(LINE) {
-                            t.ahead.ask(line[i].wrapping_add(asked * LINE).wrapping_add(ahead[i]));
+                        let (first, end) = ((step * bytes).div_ceil(LINE), ((step + 1) * bytes).div_ceil(LINE));
+                        if Self::ASKS && first < end {
+                            t.ahead.ask(line[i].wrapping_add(first * LINE).wrapping_add(ahead[i]));
+                        }
+                        if Self::ASKS && first + 1 < end {
+                            t.ahead.ask(line[i].wrapping_add(first * LINE + LINE).wrapping_add(ahead[i]));
                         }
                     }
                     // SAFETY: a step of panel `p`, by the caller's promise.

@@ -7,7 +7,7 @@
 //! group    first step of plane 0 | plane 1 | other steps of plane 0                              what the second table has as a group
 //! plane    steps of 8 columns of a group
 //!
-//! Q6_K has plane 1 of all groups behind all blocks.
+//! Q3_K and Q6_K have plane 1 of all groups behind all blocks.
 //!
 //! operand  64 bytes: the code of column k + i (i in 0..4) of output o is byte 4 * o + i
 //! step     operand A (columns 0..4) and operand B (columns 4..8), their bits spread over the planes
@@ -66,7 +66,7 @@ pub(crate) const PACKED: &[(&str, u64)] = &[
     ("Q5_0", 0x7fe7b7e4cf0f8a44),
     ("Q5_1", 0x2f1d59f8c5e3f817),
     ("Q2_K", 0xd892ece6a5de9026),
-    ("Q3_K", 0xf67509ad20fb32d9),
+    ("Q3_K", 0xd0354d03c8d28bba),
     ("IQ4_NL", 0x1440a6c81d2b5d4f),
     ("IQ4_XS", 0x13a6f2b981d64c63),
     ("TQ1_0", 0x28651cb8599df1b2),
@@ -130,7 +130,7 @@ fn shape(format: Format) -> Shape {
         Format::Iq4Xs => ([4, 0], 32, PANEL, HALVES),
         other => panic!("{other} is not repacked"),
     };
-    Shape { planes, apart: format == Format::Q6K, group, record, super_record }
+    Shape { planes, apart: matches!(format, Format::Q3K | Format::Q6K), group, record, super_record }
 }
 
 /// Packs rows `rows` of `matrix` into `out`, which is zeroed and has a whole panel for every 16 outputs or part of them.
@@ -442,7 +442,7 @@ mod tests {
                 ),
             };
             let (b, g, k) = (k / BLOCK, k % BLOCK / group, k % BLOCK % group);
-            if self.format == Format::Q6K {
+            if matches!(self.format, Format::Q3K | Format::Q6K) {
                 let plane = |bits: usize| b * bits * 256 + g * bits * group * 2;
                 let apart = front + self.layout.blocks * low * 256;
                 return self.bits(low, front + plane(low), o, k) | self.bits(high, apart + plane(high), o, k) << low;
@@ -588,7 +588,7 @@ mod tests {
             (Format::Q4_0, &[(1152 + 128 + 2 * 64 + 54, 0xf0)]),
             (Format::Q5_0, &[(256 + 1280 + 64 + 2 * 16 + 8 + 6, 1 << 6), (256 + 1280 + 64 + 2 * 64 + 54, 0xf0)]),
             (Format::Tq2_0, &[(64 + 512 + 2 * 32 + 22, 0xc0)]),
-            (Format::Q3K, &[(320 + 768 + 96 + 22, 0xc0), (320 + 768 + 96 + 32 + 8 + 6, 1 << 6)]),
+            (Format::Q3K, &[(320 + 512 + 2 * 32 + 22, 0xc0), (320 + 1024 + 256 + 2 * 16 + 8 + 6, 1 << 6)]),
             (Format::Q6K, &[(320 + 1024 + 2 * 64 + 54, 0xf0), (320 + 2048 + 512 + 2 * 32 + 22, 0xc0)]),
         ];
         for (format, want) in places {
