@@ -9,7 +9,8 @@ use crate::layout::{LINE, PANEL};
 pub trait Lines: Copy {
     /// Operands per step: 1 or 2.
     const OPERANDS: usize;
-    /// Bytes of a step in each plane; one plane of lines for most. [`Steps`] says where those of two are.
+    /// Bytes of a step in each plane; one plane of lines for most. Those of a group of columns are together: the first step of
+    /// plane 0, plane 1, the other steps of plane 0.
     const PLANES: [usize; 2] = [LINE, 0];
     /// Whether plane 1 lies apart, behind all blocks: a stream of its own.
     const APART: bool = false;

@@ -326,7 +326,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 for (p, w) in w.iter_mut().enumerate() {
                     let line = line.map(|line| line.wrapping_add(p * t.weight_stride));
                     for i in 0..2 {
-                        // The lines that begin here, counted from those of the first step: two at most. Compilers keep a loop.
+                        // The lines that begin here, counted from those of the first step: two at most. No loop: compilers would keep it.
                         let bytes = Steps::<L, XG>::STEP[i];
                         let (first, end) = ((step * bytes).div_ceil(LINE), ((step + 1) * bytes).div_ceil(LINE));
                         if Self::ASKS && first < end {
