@@ -243,11 +243,12 @@ pub unsafe trait Isa: Copy {
     /// # Safety
     /// `p .. p + 32` is readable.
     unsafe fn with_bit_pairs(self, v: [Self::Int; 2], p: *const u8) -> [Self::Int; 2];
-    /// Adds `V` to the bytes of a line whose bit is set, where they have no bit of it; the bit of the first byte is the lowest.
+    /// Adds bit `T`, 2 or 4, to the bytes of two lines whose bit is set, where they do not have it: that of byte `16 q + j` of line `l` is bit
+    /// `(T + 4 l + q) % 8` of byte `j`.
     ///
     /// # Safety
-    /// `p .. p + 8` is readable.
-    unsafe fn with_bits<const V: i8>(self, v: Self::Int, p: *const u8) -> Self::Int;
+    /// `p .. p + 16` is readable.
+    unsafe fn with_bits<const T: u32>(self, v: [Self::Int; 2], p: *const u8) -> [Self::Int; 2];
     /// In each 16 bytes: the bytes of `table` at the indices `v`, which are below 16.
     fn lookup(self, table: Self::Int, v: Self::Int) -> Self::Int;
     /// The F16 of each half of a line as F32.

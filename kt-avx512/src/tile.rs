@@ -295,7 +295,6 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         (line, at, k): (&mut [*const u8; 2], Place, usize),
         sums: &mut [[I::Int; P]; R],
     ) {
-        let Place { x, input_bytes, ahead } = at;
         if L::SUMMED {
             for (r, sums) in sums.iter_mut().enumerate() {
                 for (p, sum) in sums.iter_mut().enumerate() {
@@ -320,52 +319,22 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     }
                 }
             }
-            for j in 0..steps {
-                let mut w = [[isa.splat(0); 2]; P];
-                let step = s * steps + j;
-                for (p, w) in w.iter_mut().enumerate() {
-                    let line = line.map(|line| line.wrapping_add(p * t.weight_stride));
-                    for i in 0..2 {
-                        // The lines that begin here, counted from those of the first step: two at most. No loop: compilers would keep it.
-                        let bytes = Steps::<L, XG>::STEP[i];
-                        let (first, end) = ((step * bytes).div_ceil(LINE), ((step + 1) * bytes).div_ceil(LINE));
-                        if Self::ASKS && first < end {
-                            t.ahead.ask(line[i].wrapping_add(first * LINE).wrapping_add(ahead[i]));
-                        }
-                        if Self::ASKS && first + 1 < end {
-                            t.ahead.ask(line[i].wrapping_add(first * LINE + LINE).wrapping_add(ahead[i]));
-                        }
-                    }
-                    // SAFETY: a step of panel `p`, by the caller's promise.
-                    *w = unsafe { L::operands(isa, table, Steps::<L, XG>::at(line, step)) };
-                    if Self::SHIFTS {
-                        // No sum of bytes exceeds one.
-                        *w = w.map(|w| isa.add(w, zeros[p]));
-                    }
+            macro_rules! add {
+                ($step:expr) => {
+                    // SAFETY: lines of these columns, and codes of all rows, by the caller's promise.
+                    unsafe { Self::add_step(t, isa, (table, zeros), (*line, at, k), s * steps + $step, &mut acc) }
+                };
+            }
+            if STREAM && L::PLANES[1] > 0 {
+                // By hand: of two planes and several panels compilers keep a loop, and find out at each step which lines begin there.
+                assert!(matches!(steps, 1 | 2));
+                add!(0);
+                if steps > 1 {
+                    add!(1);
                 }
-                for l in 0..L::OPERANDS {
-                    let k = k + s * span + (j * L::OPERANDS + l) * 4;
-                    if L::SPAN == 0 {
-                        let mut wide = [isa.wide(w[0][l]); P];
-                        for (wide, w) in wide.iter_mut().zip(&w) {
-                            *wide = isa.wide(w[l]);
-                        }
-                        for (r, acc) in acc.iter_mut().enumerate() {
-                            // SAFETY: four codes of row `r`, by the caller's promise.
-                            let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
-                            for (acc, &w) in acc.iter_mut().zip(&wide) {
-                                *acc = isa.dot_wide(*acc, w, x);
-                            }
-                        }
-                    } else {
-                        for (r, acc) in acc.iter_mut().enumerate() {
-                            // SAFETY: four codes of row `r`, by the caller's promise.
-                            let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
-                            for (acc, w) in acc.iter_mut().zip(&w) {
-                                *acc = isa.dot_narrow(*acc, w[l], x);
-                            }
-                        }
-                    }
+            } else {
+                for step in 0..steps {
+                    add!(step);
                 }
             }
             if L::SPAN > 0 {
@@ -379,6 +348,67 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             }
         }
         *line = Steps::<L, XG>::after(*line, 1);
+    }
+
+    /// Adds the products of a step of `XG` columns, which begin with column `k` of a block, to `acc`.
+    ///
+    /// # Safety
+    /// As that of [`Self::add_products`].
+    #[inline(always)]
+    unsafe fn add_step<I: Isa>(
+        t: &Tile<'_>,
+        isa: I,
+        (table, zeros): (L::Table<I>, [I::Int; P]),
+        (line, at, k): ([*const u8; 2], Place, usize),
+        step: usize,
+        acc: &mut [[I::Int; P]; R],
+    ) {
+        let Place { x, input_bytes, ahead } = at;
+        let mut w = [[isa.splat(0); 2]; P];
+        for (p, w) in w.iter_mut().enumerate() {
+            let line = line.map(|line| line.wrapping_add(p * t.weight_stride));
+            for i in 0..2 {
+                // The lines that begin here, counted from those of the first step: two at most. No loop: compilers would keep it.
+                let bytes = Steps::<L, XG>::STEP[i];
+                let (first, end) = ((step * bytes).div_ceil(LINE), ((step + 1) * bytes).div_ceil(LINE));
+                if Self::ASKS && first < end {
+                    t.ahead.ask(line[i].wrapping_add(first * LINE).wrapping_add(ahead[i]));
+                }
+                if Self::ASKS && first + 1 < end {
+                    t.ahead.ask(line[i].wrapping_add(first * LINE + LINE).wrapping_add(ahead[i]));
+                }
+            }
+            // SAFETY: a step of panel `p`, by the caller's promise.
+            *w = unsafe { L::operands(isa, table, Steps::<L, XG>::at(line, step)) };
+            if Self::SHIFTS {
+                // No sum of bytes exceeds one.
+                *w = w.map(|w| isa.add(w, zeros[p]));
+            }
+        }
+        for l in 0..L::OPERANDS {
+            let k = k + (step * L::OPERANDS + l) * 4;
+            if L::SPAN == 0 {
+                let mut wide = [isa.wide(w[0][l]); P];
+                for (wide, w) in wide.iter_mut().zip(&w) {
+                    *wide = isa.wide(w[l]);
+                }
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    // SAFETY: four codes of row `r`, by the caller's promise.
+                    let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
+                    for (acc, &w) in acc.iter_mut().zip(&wide) {
+                        *acc = isa.dot_wide(*acc, w, x);
+                    }
+                }
+            } else {
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    // SAFETY: four codes of row `r`, by the caller's promise.
+                    let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
+                    for (acc, w) in acc.iter_mut().zip(&w) {
+                        *acc = isa.dot_narrow(*acc, w[l], x);
+                    }
+                }
+            }
+        }
     }
 }
 

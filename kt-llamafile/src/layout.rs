@@ -21,7 +21,9 @@
 //! | 8 | 128 | A, then B |
 //! | 4 | 64 | byte `j` is `A[j] \| B[j] << 4` |
 //! | 2 | 32 | byte `j` is `A[j] \| A[32 + j] << 2 \| B[j] << 4 \| B[32 + j] << 6` |
-//! | 1 | 16 | bit `n` of the first 8 bytes (one little-endian number) is of `A[n]`, of the last 8 of `B[n]` |
+//! | 1 | 16 | bits of byte `j` are those of `A[j]`, `A[16 + j]`, `A[32 + j]`, `A[48 + j]`, `B[j]` … `B[48 + j]`, from bit `t` on and round to bit 0 |
+//!
+//! where plane 0 has `t` bits.
 //!
 //! | types | plane 0 | plane 1 | a group, and its record | record of 256 columns |
 //! | --- | --- | --- | --- | --- |
@@ -52,26 +54,26 @@ use kt_core::format::ggml;
 use kt_core::{Format, Matrix};
 
 /// The version of everything said above. Packed weights are kept on disk with it: raise it with any change of the bytes.
-pub(crate) const VERSION: u32 = 3;
+pub(crate) const VERSION: u32 = 4;
 
 /// What version [`VERSION`] makes of fixed matrices: checksums, by format. A test compares; it prints this table as it should be.
 #[cfg(test)]
 pub(crate) const PACKED: &[(&str, u64)] = &[
-    ("Q8_0", 0xd5ec19e952b34033),
-    ("Q4_0", 0x1440a6c81d2b5d4f),
-    ("Q4_K", 0x0af5e9f75fc1984e),
-    ("Q5_K", 0x2a15c429f25021fc),
-    ("Q6_K", 0xc7b23d4aaf58d450),
-    ("Q4_1", 0x596883c03b1956fe),
-    ("Q5_0", 0x7fe7b7e4cf0f8a44),
-    ("Q5_1", 0x2f1d59f8c5e3f817),
-    ("Q2_K", 0xd892ece6a5de9026),
-    ("Q3_K", 0xd0354d03c8d28bba),
-    ("IQ4_NL", 0x1440a6c81d2b5d4f),
-    ("IQ4_XS", 0x13a6f2b981d64c63),
-    ("TQ1_0", 0x28651cb8599df1b2),
-    ("TQ2_0", 0xa7d4dcc2b697dce0),
-    ("MXFP4-ggml", 0xf33bfa422ae3e889),
+    ("Q8_0", 0xe64303532cd7d9fe),
+    ("Q4_0", 0xae90ee4d0a4b4453),
+    ("Q4_K", 0xd6c50206e4463aef),
+    ("Q5_K", 0x02b13b76796b0e2b),
+    ("Q6_K", 0xdd0c9665f8193d18),
+    ("Q4_1", 0xe0c4603139b62325),
+    ("Q5_0", 0xe9e2ad70a2276bce),
+    ("Q5_1", 0x2c21e50149f52dc2),
+    ("Q2_K", 0x302e6ebb2d266dda),
+    ("Q3_K", 0x2b8eed52c3fe72df),
+    ("IQ4_NL", 0xae90ee4d0a4b4453),
+    ("IQ4_XS", 0xb05782f950b34bbc),
+    ("TQ1_0", 0xd9efbebf95b9e04f),
+    ("TQ2_0", 0xcdfc4d2b4f56a355),
+    ("MXFP4-ggml", 0x59e1f0c3bfca2ae9),
 ];
 
 /// Columns that are packed at a time: a block of the K types, two of a panel.
@@ -326,18 +328,15 @@ fn put_pairs(operands: &Operands, shift: usize, plane: &mut [u8]) {
 
 /// Bit `shift` of each code.
 fn put_bits(operands: &Operands, shift: usize, plane: &mut [u8]) {
-    for (operand, out) in operands.iter().zip(plane.as_chunks_mut::<8>().0) {
-        for (out, [a, b]) in out.iter_mut().zip(operand.as_chunks::<2>().0) {
-            *out = gather_bits(*a as u64 | (*b as u64) << 32, shift);
+    for (step, out) in operands.as_chunks::<2>().0.iter().zip(plane.as_chunks_mut::<16>().0) {
+        let mut dwords = [0; 4];
+        for (n, quarter) in step.as_flattened().as_chunks::<4>().0.iter().enumerate() {
+            for (dword, codes) in dwords.iter_mut().zip(quarter) {
+                *dword |= (codes >> shift & 0x0101_0101) << ((shift + n) % 8);
+            }
         }
+        put_line(&dwords, out);
     }
-}
-
-/// Bit `shift` of each of eight bytes, that of the first one lowest.
-#[inline(always)]
-fn gather_bits(v: u64, shift: usize) -> u8 {
-    // The factor has bits 56, 49, … 7: byte `i` comes to bit 56 + i, and no two bits of the product meet.
-    ((v >> shift & 0x0101_0101_0101_0101).wrapping_mul(0x0102_0408_1020_4080) >> 56) as u8
 }
 
 #[inline(always)]
@@ -416,7 +415,8 @@ mod tests {
                 8 => byte(128, is_b * 64 + n),
                 4 => byte(64, n) >> (is_b * 4) & 15,
                 2 => byte(32, n % 32) >> (is_b * 4 + n / 32 * 2) & 3,
-                1 => byte(16, is_b * 8 + n / 8) >> (n % 8) & 1,
+                // From the bit on that plane 0 ends with.
+                1 => byte(16, n % 16) >> ((if self.format == Format::Q3K { 2 } else { 4 } + is_b * 4 + n / 16) % 8) & 1,
                 _ => 0,
             }
         }
@@ -568,17 +568,6 @@ mod tests {
         }
     }
 
-    #[test]
-    fn bits_of_eight_bytes_are_gathered_in_order() {
-        for n in 0..=255u8 {
-            let spread = (0..8).fold(0, |v, i| v | (n as u64 >> i & 1) << (8 * i));
-            for shift in 0..8 {
-                assert_eq!(gather_bits(spread << shift, shift), n);
-                assert_eq!(gather_bits(!(spread << shift), shift), !n);
-            }
-        }
-    }
-
     /// One code with all bits set, at output 13 and column 128 + 22 of 256: where its bits are, by hand.
     #[test]
     fn bits_of_a_code_are_where_the_layout_says() {
@@ -586,9 +575,9 @@ mod tests {
         let places: [(Format, &[(usize, u8)]); 6] = [
             (Format::Q8_0, &[(256 + 2048 + 2 * 128 + 64 + 54, 0xff)]),
             (Format::Q4_0, &[(1152 + 128 + 2 * 64 + 54, 0xf0)]),
-            (Format::Q5_0, &[(256 + 1280 + 64 + 2 * 16 + 8 + 6, 1 << 6), (256 + 1280 + 64 + 2 * 64 + 54, 0xf0)]),
+            (Format::Q5_0, &[(256 + 1280 + 64 + 2 * 16 + 6, 1 << 3), (256 + 1280 + 64 + 2 * 64 + 54, 0xf0)]),
             (Format::Tq2_0, &[(64 + 512 + 2 * 32 + 22, 0xc0)]),
-            (Format::Q3K, &[(320 + 512 + 2 * 32 + 22, 0xc0), (320 + 1024 + 256 + 2 * 16 + 8 + 6, 1 << 6)]),
+            (Format::Q3K, &[(320 + 512 + 2 * 32 + 22, 0xc0), (320 + 1024 + 256 + 2 * 16 + 6, 1 << 1)]),
             (Format::Q6K, &[(320 + 1024 + 2 * 64 + 54, 0xf0), (320 + 2048 + 512 + 2 * 32 + 22, 0xc0)]),
         ];
         for (format, want) in places {

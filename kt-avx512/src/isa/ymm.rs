@@ -154,20 +154,22 @@ macro_rules! common {
         }
 
         #[inline(always)]
-        unsafe fn with_bits<const V: i8>(self, v: Int, p: *const u8) -> Int {
-            // SAFETY: readable by the caller's promise.
-            let bits = [unsafe { p.cast::<i32>().read_unaligned() }, unsafe { p.cast::<i32>().add(1).read_unaligned() }];
-            // SAFETY: `self` proves AVX2; registers only.
+        unsafe fn with_bits<const T: u32>(self, v: [Int; 2], p: *const u8) -> [Int; 2] {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX2.
             unsafe {
-                // Byte `j` gets the byte that holds its bit, then that bit alone.
-                let (lane_0, lane_1) = (0x0101_0101_0101_0101, 0x0303_0303_0303_0303);
-                let spread = _mm256_set_epi64x(lane_1, lane_1 - 0x0101_0101_0101_0101, lane_0, 0);
-                let places = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64 as i64);
-                each!(h => {
-                    let bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(bits[h]), spread);
-                    let set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
-                    _mm256_or_si256(v[h], _mm256_and_si256(set, _mm256_set1_epi8(V)))
-                })
+                let bits = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));
+                let place = _mm256_set1_epi8(1 << T);
+                // The upper half by one: then both have their bits at one place, for which it is to bit `T` the same way.
+                let bits = _mm256_srlv_epi32(bits, _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0));
+                let to_place = |from: u32| match T + from {
+                    0..8 => _mm256_srl_epi32(bits, _mm_cvtsi32_si128(from as i32)),
+                    _ => _mm256_sll_epi32(bits, _mm_cvtsi32_si128(8 - from as i32)),
+                };
+                let (a, b) = ([to_place(0), to_place(2)], [to_place(4), to_place(6)]);
+                [
+                    each!(h => _mm256_or_si256(v[0][h], _mm256_and_si256(a[h], place))),
+                    each!(h => _mm256_or_si256(v[1][h], _mm256_and_si256(b[h], place))),
+                ]
             }
         }
 

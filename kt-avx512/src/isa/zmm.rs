@@ -125,11 +125,21 @@ macro_rules! common {
         }
 
         #[inline(always)]
-        unsafe fn with_bits<const V: i8>(self, v: __m512i, p: *const u8) -> __m512i {
-            // SAFETY: readable by the caller's promise.
-            let bits = unsafe { p.cast::<u64>().read_unaligned() };
-            // SAFETY: `self` proves AVX-512 BW.
-            unsafe { _mm512_mask_add_epi8(v, bits, v, _mm512_set1_epi8(V)) }
+        unsafe fn with_bits<const T: u32>(self, v: [__m512i; 2], p: *const u8) -> [__m512i; 2] {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX-512 F.
+            unsafe {
+                let bits = _mm512_broadcast_i32x4(_mm_loadu_si128(p.cast()));
+                let place = _mm512_set1_epi8(1 << T);
+                // Rotated to bit `T`: right, from the bits above it, and left, from those below.
+                let by = |n: u32| if T + n < 8 { n } else { n + 24 } as i32;
+                let [a, b] = [0, 4].map(|n| {
+                    let [q0, q1, q2, q3] = [by(n), by(n + 1), by(n + 2), by(n + 3)];
+                    let by = _mm512_set_epi32(q3, q3, q3, q3, q2, q2, q2, q2, q1, q1, q1, q1, q0, q0, q0, q0);
+                    _mm512_rorv_epi32(bits, by)
+                });
+                // 0xf8 = v | (a & place).
+                [_mm512_ternarylogic_epi32::<0xf8>(v[0], a, place), _mm512_ternarylogic_epi32::<0xf8>(v[1], b, place)]
+            }
         }
 
         #[inline(always)]
