@@ -45,8 +45,8 @@ codes!(
     }
 );
 codes!(
-    /// Four bits and a fifth: 4 x 2 x 31 x 127 < 2^15. Their planes together measured faster (512 bits; 256: slower by less), those of six bits
-    /// slower, those of three no different.
+    /// Four bits and a fifth: 4 x 2 x 31 x 127 < 2^15. Their planes together measured faster with 512 bits and slower with 256, those of six
+    /// bits slower, those of three no different.
     FiveBits, [LINE, 16], apart: false, 16, |isa, at| {
         isa.with_bits::<4>(Nibbles::operands(isa, (), at), at[1])
     }
