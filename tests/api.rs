@@ -59,7 +59,7 @@ fn a_backend_of_the_callers_own_takes_the_place_of_the_built_in_one() {
 
 #[test]
 fn a_batch_larger_than_a_pass_gives_the_same() {
-    let tokens = 23;
+    let tokens = 600;
     let ids: Vec<i32> = (0..tokens * 2).map(|i| (i * 7 % 5) as i32 - 1).collect();
     let weights: Vec<f32> = ids.iter().map(|&i| 0.3 + i as f32 * 0.1).collect();
     let run = |pass_tokens: usize| {
@@ -69,7 +69,11 @@ fn a_batch_larger_than_a_pass_gives_the_same() {
         experts.layer(0).unwrap().forward(&mut batch).unwrap();
         batch.into_output()
     };
-    assert_eq!(run(1024), run(5));
+    // What few tokens make is added to the output in place, that of more beside it.
+    let at_once = run(1024);
+    for pass_tokens in [5, 31, 40, 300] {
+        assert!(at_once == run(pass_tokens), "passes of {pass_tokens} tokens");
+    }
 }
 
 #[test]

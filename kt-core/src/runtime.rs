@@ -555,11 +555,12 @@ impl Runtime {
                 (false, _) => read + one_copy,
             };
             all.load_bytes_per_thread = all.load_bytes_per_thread.max(loading);
-            // Packed inputs, and the call's f32 output; per row of a tile, two tiles of 256 outputs and the gathered inputs.
+            // Packed inputs, the call's f32 output, and sums of a quarter of it at most, as threads have four tiles each; per row of a tile, two
+            // tiles of 256 outputs, the sums of two rows of them, and the gathered inputs.
             let input = fit.inputs[0].bytes(1, layer.hidden) as u64;
             let [token, row] = &mut all.scratch_bytes_per_token;
-            *token = (*token).max(fit.scratch_bytes_per_token + 4 * layer.hidden as u64);
-            *row = (*row).max(2 * 256 * 4 + 2 * input);
+            *token = (*token).max(fit.scratch_bytes_per_token + (4 + 1) * layer.hidden as u64);
+            *row = (*row).max(4 * 256 * 4 + 2 * input);
             all.plans.push(LayerPlan {
                 index: layer.index,
                 experts: layer.experts,

@@ -19,8 +19,8 @@ use bytes::Bytes;
 use super::cache::{Key, PackedCache};
 use super::input::{BLOCK, InputLayout, Inputs};
 use super::kernel::{Kernel, Outputs, Scratch, Weights};
-use super::memory::{AlignedBytes, Grid, Marks, Pages, Pieces, pages_near, prefetch, residence};
-use super::slice::{Columns, Sliced, cut};
+use super::memory::{AlignedBytes, Grid, GridTile, Marks, Pages, Pieces, pages_near, prefetch, residence};
+use super::slice::{Columns, Sliced, Width, cut};
 use super::team::{Buffers, Region, Team};
 use crate::backend::{Backend, ExpertBank, Fit, LinearOp, LoadContext, Replacement, Residence};
 use crate::error::{Error, Result, Unsupported};
@@ -28,7 +28,7 @@ use crate::format::{Format, Matrix};
 use crate::layer::{LayerSpec, Proj};
 use crate::pending::{Pending, contain};
 use crate::source::WeightSource;
-use crate::work::Work;
+use crate::work::{Row, Work};
 
 /// Most rows of one expert in one task: unpacked weights are then used often enough (256 times), and gate and up tiles
 /// (2 x 256 x 128 x 4 bytes) still fit a second-level cache.
@@ -40,9 +40,34 @@ const FEW: usize = 8;
 const FEW_BLOCKS: usize = 8;
 /// Tokens up to which tiles of the output are wide, for the same reason.
 const FEW_TOKENS: usize = 32;
+const WIDE: Width = Width { most: 1024, each: 2 };
+/// Tiles of more tokens.
+const NARROW: Width = Width { most: 256, each: 4 };
+/// Tokens up to which the sums of such a tile (512 KiB then) leave room in a second-level cache of 1 MiB. Those of more tokens are of half as
+/// many outputs.
+const NARROW_TOKENS: usize = 512;
 
 /// How many rows before a row of the output is added to, it is asked for: each is somewhere else in memory.
 const ADDED_AHEAD: usize = 4;
+
+/// How wide tiles of the output of `tokens` are.
+fn width(tokens: usize) -> Width {
+    if tokens <= FEW_TOKENS {
+        WIDE
+    } else if tokens <= NARROW_TOKENS {
+        NARROW
+    } else {
+        Width { most: NARROW.most / 2, ..NARROW }
+    }
+}
+
+/// Where what a row of work makes is added: to its token's part of a tile, or of `sums` if there are any.
+fn row_of<'a>(tile: &'a mut GridTile<'_>, sums: &'a mut [f32], row: &Row) -> &'a mut [f32] {
+    match (row.token as usize, tile.cols.len()) {
+        (token, _) if sums.is_empty() => tile.row(token),
+        (token, width) => &mut sums[token * width..][..width],
+    }
+}
 
 /// The packed inputs of the tokens of one expert, side by side: what a thread gathered last.
 #[derive(Default)]
@@ -754,38 +779,48 @@ impl<K: Kernel> BankInner<K> {
         let h = &*h;
         // All tokens in one tile: cut, an expert's rows would be fewer than it has, and its weights read again.
         let hidden = self.experts.first().map_or(&[][..], |e| &e.cuts.hidden);
-        columns.set(hidden, &self.nodes, 1, (K::PANEL, tokens <= FEW_TOKENS));
+        columns.set(hidden, &self.nodes, 1, (K::PANEL, width(tokens)));
         tasks.clear();
         tasks.extend(columns.lanes.iter().map(Range::len));
         let columns = &*columns;
         let grid = Grid::within(std::mem::take(marks), &mut work.output, tokens, tokens, &columns.ends);
         region.run_lanes(tasks, |node, task, scratch| {
             let mut tile = grid.take(0, columns.lanes[node].start + task);
-            let mut y = std::mem::take(&mut scratch.tiles[0]);
+            let width = tile.cols.len();
+            let (mut products, mut aside) = (std::mem::take(&mut scratch.tiles[0]), std::mem::take(&mut scratch.sums));
+            // Rows of the output are often a power of two apart: many of them share a few places of a cache, and leave it before more is added.
+            // Side by side they stay.
+            let sums = aside.floats(if tokens > FEW_TOKENS { tokens * width } else { 0 });
+            sums.fill(0.0);
             for (i, chunk) in chunks.iter().enumerate() {
                 let expert = &self.experts[chunk.expert];
-                let width = tile.cols.len();
-                y.resize(chunk.rows.len() * width, 0.0);
+                let y = products.floats(chunk.rows.len() * width);
                 let x = Inputs::new(down_layout, chunk.rows.len(), self.layer.intermediate, &h[chunk.h.clone()]);
                 let following = chunks.get(i + 1).map(|next| &self.experts[next.expert]);
                 let next = following.map(|next| next.weights[Proj::Down.index()].at(tile.cols.start));
                 let next_inputs = chunks.get(i + 1).map_or(&[][..], |next| &h[next.h.clone()]);
                 let outputs =
                     Outputs { next, next_inputs, ..expert.weights[Proj::Down.index()].outputs(tile.cols.clone()) };
-                kernel.product(outputs, x, 0..chunk.rows.len(), &mut y, scratch);
+                kernel.product(outputs, x, 0..chunk.rows.len(), y, scratch);
                 let bias = expert.bias(Proj::Down, tile.cols.clone());
                 let rows = &work.rows[chunk.rows.clone()];
                 for (i, (row, y)) in rows.iter().zip(y.chunks_exact_mut(width)).enumerate() {
                     if let Some(later) = rows.get(i + ADDED_AHEAD) {
-                        prefetch(bytemuck::cast_slice(tile.row(later.token as usize)));
+                        prefetch(bytemuck::cast_slice(row_of(&mut tile, sums, later)));
                     }
                     if let Some(bias) = bias {
                         y.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
                     }
-                    kernel.add(row.weight, y, tile.row(row.token as usize));
+                    kernel.add(row.weight, y, row_of(&mut tile, sums, row));
                 }
             }
-            scratch.tiles[0] = y;
+            for (token, sums) in sums.chunks_exact(width).enumerate() {
+                if token + ADDED_AHEAD < tokens {
+                    prefetch(bytemuck::cast_slice(tile.row(token + ADDED_AHEAD)));
+                }
+                kernel.add(1.0, sums, tile.row(token));
+            }
+            (scratch.tiles[0], scratch.sums) = (products, aside);
         });
         *marks = grid.marks();
         region.put_buffers(buffers);
@@ -819,19 +854,27 @@ impl<K: Kernel> BankInner<K> {
         parts.resize_with(self.nodes.len().max(parts.len()), Vec::new);
         parts.iter_mut().for_each(|parts| room(parts, most_parts));
         room(tasks, self.nodes.len());
-        columns.set(&expert.cuts.hidden, &self.nodes, 1, (K::PANEL, true));
-        let widest_of_few = columns.widest();
-        columns.set(&expert.cuts.hidden, &self.nodes, 1, (K::PANEL, false));
-        marks.reserve(most_parts.max(tokens * hidden.div_ceil(BLOCK)).max(columns.ends.len()));
-        let widest = columns.widest();
+        let mut widest = |tokens: usize| {
+            columns.set(&expert.cuts.hidden, &self.nodes, 1, (K::PANEL, width(tokens)));
+            (columns.widest(), columns.ends.len())
+        };
+        let (widest_of_few, _) = widest(FEW_TOKENS.min(tokens));
+        let (of_narrow, _) = widest(NARROW_TOKENS.min(tokens));
+        let (of_all, tiles) = widest(tokens);
+        let sums = match tokens {
+            ..=FEW_TOKENS => 0,
+            _ => (of_narrow.len() * NARROW_TOKENS.min(tokens)).max(of_all.len() * tokens),
+        };
+        marks.reserve(most_parts.max(tokens * hidden.div_ceil(BLOCK)).max(tiles));
         region.put_buffers(buffers);
         // An expert has a token once.
         let most = tokens.min(ROWS);
         let few = intermediate.min(FEW_BLOCKS * BLOCK) * most.min(FEW);
         let few = few.max(widest_of_few.len() * most.min(FEW_TOKENS));
         region.each_thread(|scratch| {
-            scratch.tiles.iter_mut().for_each(|tile| tile.resize(tile.len().max(few), 0.0));
-            self.reserve_scratch(most, widest.clone(), scratch);
+            scratch.tiles.iter_mut().for_each(|tile| _ = tile.floats(few));
+            scratch.sums.floats(sums);
+            self.reserve_scratch(most, of_narrow.clone(), scratch);
         });
     }
 
@@ -853,7 +896,7 @@ impl<K: Kernel> BankInner<K> {
                 n = if n < most { most.min(2 * n) } else { n + 1 };
             }
         }
-        scratch.tiles.iter_mut().for_each(|tile| tile.resize(tile.len().max(out.len()), 0.0));
+        scratch.tiles.iter_mut().for_each(|tile| _ = tile.floats(out.len()));
         for (gathered, layout) in scratch.gathered.iter_mut().zip(self.layouts) {
             gathered.bytes.get(layout.bytes(most, self.layer.hidden));
         }
@@ -881,7 +924,7 @@ impl<K: Kernel> BankInner<K> {
         let after_up = next.map(|(expert, start)| expert.weights[Proj::Gate.index()].at(start));
         for (proj, x, tile, next) in [(Proj::Gate, gate_x, &mut gate, after_gate), (Proj::Up, up_x, &mut up, after_up)]
         {
-            tile.resize(tokens.len() * width, 0.0);
+            let tile = tile.floats(tokens.len() * width);
             let part = Outputs { next, ..weights(proj).outputs(outputs.clone()) };
             self.kernel.product(part, x, 0..tokens.len(), tile, scratch);
             if let Some(bias) = expert.bias(proj, outputs.clone()) {
@@ -890,12 +933,14 @@ impl<K: Kernel> BankInner<K> {
                 }
             }
         }
-        self.kernel.activate(self.layer.activation, &mut gate, &up);
+        let n = tokens.len() * width;
+        let h_rows = gate.floats(n);
+        self.kernel.activate(self.layer.activation, h_rows, up.floats(n));
         let layout = self.layouts[Proj::Down.index()];
         for start in (0..width).step_by(BLOCK) {
             let columns = start..width.min(start + BLOCK);
             let h = h((outputs.start + start) / BLOCK);
-            for (row, out) in gate.chunks_exact(width).zip(h.chunks_exact_mut(layout.block_bytes())) {
+            for (row, out) in h_rows.chunks_exact(width).zip(h.chunks_exact_mut(layout.block_bytes())) {
                 self.kernel.pack_input(layout, &row[columns.clone()], out);
             }
         }
@@ -956,21 +1001,22 @@ impl<K: Kernel> LinearOp for CpuLinear<K> {
                 |row, block| block * n + row,
             );
             let inputs = Inputs::new(self.layout, n, cols, bytes);
-            let columns = Columns::new(&self.cuts, &self.nodes, n.div_ceil(ROWS), (K::PANEL, n <= FEW_TOKENS));
+            let width = if n <= FEW_TOKENS { WIDE } else { NARROW };
+            let columns = Columns::new(&self.cuts, &self.nodes, n.div_ceil(ROWS), (K::PANEL, width));
             let tasks: Vec<usize> = columns.lanes.iter().map(|lane| lane.len() * n.div_ceil(ROWS)).collect();
             let grid = Grid::new(y, n, ROWS, &columns.ends);
             region.run_lanes(&tasks, |node, task, scratch| {
                 let lane = &columns.lanes[node];
                 let mut tile = grid.take(task / lane.len(), lane.start + task % lane.len());
-                let mut out = std::mem::take(&mut scratch.tiles[0]);
+                let mut products = std::mem::take(&mut scratch.tiles[0]);
                 let width = tile.cols.len();
-                out.resize(tile.rows.len() * width, 0.0);
+                let out = products.floats(tile.rows.len() * width);
                 let outputs = self.weights.outputs(tile.cols.clone());
-                self.kernel.product(outputs, inputs, tile.rows.clone(), &mut out, scratch);
+                self.kernel.product(outputs, inputs, tile.rows.clone(), out, scratch);
                 for (row, out) in tile.rows.clone().zip(out.chunks_exact(width)) {
                     tile.row(row).copy_from_slice(out);
                 }
-                scratch.tiles[0] = out;
+                scratch.tiles[0] = products;
             });
         }
         region.put_buffers(buffers);

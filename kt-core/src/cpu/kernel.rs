@@ -100,7 +100,9 @@ pub struct Scratch {
     /// For unpacked weights, decoded rows: grows as asked, content undefined.
     pub panel: super::memory::AlignedBytes,
     /// For the flow: gate and up tiles.
-    pub(crate) tiles: [Vec<f32>; 2],
+    pub(crate) tiles: [super::memory::AlignedBytes; 2],
+    /// For the flow: the sums of a tile of the output.
+    pub(crate) sums: super::memory::AlignedBytes,
     /// For the flow: the rows of one expert, of the inputs of gate and of up.
     pub(crate) gathered: [super::flow::Gathered; 2],
 }

@@ -41,6 +41,11 @@ impl AlignedBytes {
         &mut bytemuck::cast_slice_mut(&mut self.lines)[..len]
     }
 
+    /// Room for `len` numbers, growing if need be; old content is unspecified.
+    pub(crate) fn floats(&mut self, len: usize) -> &mut [f32] {
+        bytemuck::cast_slice_mut(self.get(len * size_of::<f32>()))
+    }
+
     /// The first `len` bytes as they are.
     ///
     /// # Panics

@@ -80,21 +80,34 @@ pub(crate) struct Columns {
     pub lanes: Vec<Range<usize>>,
 }
 
+/// How wide tiles are at most, and of how many a thread has its choice at least: the wider, the fewer times inputs are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Width {
+    pub most: usize,
+    pub each: usize,
+}
+
 impl Columns {
     /// `ranges` are the nodes' outputs; each is cut so that its threads have tiles enough, with `row_tiles` tiles of rows for each, and whole
-    /// panels of `panel` outputs, a power of two. With `few` rows tiles are wide.
-    pub fn new(ranges: &[Range<usize>], threads: &[usize], row_tiles: usize, (panel, few): (usize, bool)) -> Self {
+    /// panels of `panel` outputs, a power of two.
+    pub fn new(ranges: &[Range<usize>], threads: &[usize], row_tiles: usize, (panel, width): (usize, Width)) -> Self {
         let mut columns = Columns::default();
-        columns.set(ranges, threads, row_tiles, (panel, few));
+        columns.set(ranges, threads, row_tiles, (panel, width));
         columns
     }
 
     /// As [`Columns::new`], in place of what is here.
-    pub fn set(&mut self, ranges: &[Range<usize>], threads: &[usize], row_tiles: usize, (panel, few): (usize, bool)) {
+    pub fn set(
+        &mut self,
+        ranges: &[Range<usize>],
+        threads: &[usize],
+        row_tiles: usize,
+        (panel, width): (usize, Width),
+    ) {
         self.ends.clear();
         self.lanes.clear();
         for (range, &threads) in ranges.iter().zip(threads) {
-            let width = tile_cols(range.len(), row_tiles, threads, panel, few);
+            let width = tile_cols(range.len(), row_tiles, threads, panel, width);
             let before = self.ends.len();
             self.ends.extend((1..=range.len().div_ceil(width)).map(|i| range.end.min(range.start + i * width)));
             self.lanes.push(before..self.ends.len());
@@ -108,14 +121,13 @@ impl Columns {
     }
 }
 
-/// Width of output tiles: enough of them for the threads, and never below a panel. The wider, the fewer times inputs are
-/// read; and with `few` rows, whose weights come from memory, the longer the streams.
-fn tile_cols(outputs: usize, row_tiles: usize, threads: usize, panel: usize, few: bool) -> usize {
-    let (mut width, each) = if few { (1024, 2) } else { (256, 4) };
-    while width > panel && outputs.div_ceil(width) * row_tiles < each * threads {
-        width /= 2;
+/// Width of output tiles: enough of them for the threads, and never below a panel.
+fn tile_cols(outputs: usize, row_tiles: usize, threads: usize, panel: usize, width: Width) -> usize {
+    let Width { mut most, each } = width;
+    while most > panel && outputs.div_ceil(most) * row_tiles < each * threads {
+        most /= 2;
     }
-    width
+    most
 }
 
 #[cfg(test)]
@@ -154,12 +166,13 @@ mod tests {
 
     #[test]
     fn columns_are_tiles_of_their_nodes() {
-        let columns = Columns::new(&[0..1008, 1008..1008, 1008..2050], &[2, 1, 1], 1, (16, false));
+        let columns =
+            Columns::new(&[0..1008, 1008..1008, 1008..2050], &[2, 1, 1], 1, (16, Width { most: 256, each: 4 }));
         assert_eq!(columns.lanes, [0..8, 8..8, 8..13]);
         assert_eq!(columns.ends[7], 1008);
         assert_eq!(columns.ends.last(), Some(&2050));
         let whole = std::iter::once(0..1024).collect::<Vec<_>>();
-        assert_eq!(Columns::new(&whole, &[64], 1, (64, false)).ends.len(), 16);
-        assert_eq!(Columns::new(&whole, &[1], 1, (16, true)).ends, [512, 1024]);
+        assert_eq!(Columns::new(&whole, &[64], 1, (64, Width { most: 256, each: 4 })).ends.len(), 16);
+        assert_eq!(Columns::new(&whole, &[1], 1, (16, Width { most: 1024, each: 2 })).ends, [512, 1024]);
     }
 }
