@@ -316,38 +316,39 @@ impl Product<'_> {
         let first_row = self.rows.start * block_bytes;
         let inputs = &self.inputs.bytes()[first_row..];
         let later = Later::default();
+        let group = layout.group.unwrap_or(BLOCK);
+        // Where the scales of groups begin for block `start`, and how many columns the first of them has left. Divisions: not for each panel.
+        let scales_at = |start: usize| (layout.first_record(start), group - start * BLOCK % group);
+        let ahead = Ahead::of(n, 1, K::INTEGERS);
         // A tile of some panels, the first of which begins `panel`, from block `start` on, of all rows.
-        let part = |panel: &'_ [u8], start: usize, blocks: usize| {
-            let group = layout.group.unwrap_or(BLOCK);
-            Tile {
-                weights: [&[]; 2],
-                weight_stride: stride,
-                unit: layout.unit,
-                line_skip: layout.head,
-                panel: &packed[packed.len() - panel.len()..],
-                panel_stride: stride,
-                outputs_at: layout.outputs_at,
-                group_at: layout.first_record(start),
-                group,
-                group_left: group - start * BLOCK % group,
-                record_skip: layout.record_skip(),
-                front: if K::INTEGERS { layout.groups_at } else { layout.blocks_at },
-                supers_at: layout.supers_at,
-                first_block: start,
-                inputs: &inputs[start * input_stride..],
-                input_stride,
-                row_bytes: block_bytes,
-                blocks,
-                row_tiles: 1,
-                out: &mut [],
-                out_stride: width,
-                width: 0,
-                after: std::ptr::null(),
-                ahead: Ahead::of(n, 1, K::INTEGERS),
-                later: &later,
-                sums: &mut [],
-                last: start + blocks == layout.blocks,
-            }
+        let part = |panel: &'_ [u8], start: usize, blocks: usize, (group_at, group_left): (usize, usize)| Tile {
+            weights: [&[]; 2],
+            weight_stride: stride,
+            unit: layout.unit,
+            line_skip: layout.head,
+            panel: &packed[packed.len() - panel.len()..],
+            panel_stride: stride,
+            outputs_at: layout.outputs_at,
+            group_at,
+            group,
+            group_left,
+            record_skip: layout.record_skip(),
+            front: if K::INTEGERS { layout.groups_at } else { layout.blocks_at },
+            supers_at: layout.supers_at,
+            first_block: start,
+            inputs: &inputs[start * input_stride..],
+            input_stride,
+            row_bytes: block_bytes,
+            blocks,
+            row_tiles: 1,
+            out: &mut [],
+            out_stride: width,
+            width: 0,
+            after: std::ptr::null(),
+            ahead,
+            later: &later,
+            sums: &mut [],
+            last: start + blocks == layout.blocks,
         };
         // Panels to do next: `most`, or one where fewer are left.
         let next_panels = |done: usize, most: usize| if (width - done).div_ceil(PANEL) >= most { most } else { 1 };
@@ -356,16 +357,19 @@ impl Product<'_> {
             later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
             later.spread(1);
             later.ask();
+            let most = stream_panels::<I, K>(n, layout.head > 0);
+            let (lines_at, scales_at, ahead_of_most) =
+                (layout.lines_at(0), scales_at(0), Ahead::of(n, most, K::INTEGERS));
             while done < width {
-                let panels = next_panels(done, stream_panels::<I, K>(n, layout.head > 0));
+                let panels = next_panels(done, most);
                 let panel = &packed[done / PANEL * stride..];
                 let tile = Tile {
-                    weights: layout.lines_at(0).map(|at| &panel[at..]),
+                    weights: lines_at.map(|at| &panel[at..]),
                     after: following(panel, panels, done),
-                    ahead: Ahead::of(n, panels, K::INTEGERS),
+                    ahead: if panels == most { ahead_of_most } else { ahead },
                     out: &mut self.out[done..],
                     width: (width - done).min(panels * PANEL),
-                    ..part(panel, 0, layout.blocks)
+                    ..part(panel, 0, layout.blocks, scales_at)
                 };
                 K::stream(isa, n, panels, tile);
                 done += panels * PANEL;
@@ -395,7 +399,7 @@ impl Product<'_> {
             let panel = &packed[done / PANEL * stride..];
             for start in (0..layout.blocks).step_by(most_blocks) {
                 let blocks = most_blocks.min(layout.blocks - start);
-                let here = layout.lines_at(start);
+                let (here, scales) = (layout.lines_at(start), scales_at(start));
                 if unpack {
                     for p in 0..panels {
                         let to = &mut buffer[p * unpacked_stride..][..blocks * operand_block];
@@ -429,7 +433,7 @@ impl Product<'_> {
                         end if first < end => (rows + 1, together((end - first) / (rows + 1))),
                         _ => (rows, together((n - first) / rows)),
                     };
-                    let part = part(panel, start, blocks);
+                    let part = part(panel, start, blocks, scales);
                     let tile = Tile {
                         weights: if unpack { [&*buffer, &[]] } else { here.map(|at| &panel[at..]) },
                         weight_stride: if unpack { unpacked_stride } else { stride },
