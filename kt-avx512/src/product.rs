@@ -415,9 +415,10 @@ impl Product<'_> {
                 };
                 let blocks_ahead = most_blocks.min(layout.blocks - start_ahead);
                 later.clear();
+                let parts = layout.parts(start_ahead..start_ahead + blocks_ahead);
                 for p in 0..panels {
                     let at = ahead.wrapping_add(p * stride);
-                    for part in layout.parts(start_ahead..start_ahead + blocks_ahead) {
+                    for part in &parts {
                         later.add(at.wrapping_add(part.start), part.len());
                     }
                 }

@@ -155,6 +155,7 @@ macro_rules! common {
 
         #[inline(always)]
         unsafe fn with_bits<const T: u32>(self, v: [Int; 2], p: *const u8) -> [Int; 2] {
+            const { assert!(T == 2 || T == 4) };
             // SAFETY: readable by the caller's promise, and `self` proves AVX2.
             unsafe {
                 let bits = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));

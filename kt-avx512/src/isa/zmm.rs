@@ -126,6 +126,7 @@ macro_rules! common {
 
         #[inline(always)]
         unsafe fn with_bits<const T: u32>(self, v: [__m512i; 2], p: *const u8) -> [__m512i; 2] {
+            const { assert!(T == 2 || T == 4) };
             // SAFETY: readable by the caller's promise, and `self` proves AVX-512 F.
             unsafe {
                 let bits = _mm512_broadcast_i32x4(_mm_loadu_si128(p.cast()));
