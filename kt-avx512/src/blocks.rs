@@ -4,6 +4,7 @@
 
 use std::marker::PhantomData;
 
+use crate::ahead::Later;
 use crate::isa::{Bits, Grid, Isa, Job};
 use crate::layout::{LINE, PANEL, SUPER};
 
@@ -51,6 +52,8 @@ pub(crate) struct Decode<'a, B> {
     pub(crate) rows: &'a mut [Row; PANEL],
     pub(crate) lines: &'a mut [u8],
     pub(crate) records: &'a mut [u8],
+    /// What to ask for meanwhile, some with each output and block.
+    pub(crate) later: &'a Later,
     pub(crate) kind: PhantomData<B>,
 }
 
@@ -63,6 +66,7 @@ impl<B: Blocks> Job for Decode<'_, B> {
         for (at, (lines, records)) in lines.iter_mut().zip(records).enumerate() {
             // One thing at a time, so that nothing is loaded right after parts of it are stored.
             for (row, output) in rows.iter_mut().zip(self.outputs) {
+                self.later.ask();
                 B::read(&output[at * B::BYTES..][..B::BYTES], row);
             }
             for row in rows.iter_mut().take(self.outputs.len()) {

@@ -459,7 +459,7 @@ impl Product<'_> {
     /// Does it with weights in place: their blocks are decoded into the cache, some columns of a panel or two at a time, and tiles of rows
     /// pass over them. Inputs have a scale per [`Blocks::GROUP`] columns.
     pub fn decoded<I: Isa, B: Blocks, const G: usize>(self, isa: I) {
-        let Outputs { of: weights, range, .. } = self.outputs;
+        let Outputs { of: weights, range, next, .. } = self.outputs;
         let matrix = weights.matrix().expect("weights in place");
         const { assert!(G == B::GROUP) };
         assert_eq!(self.out.len(), self.rows.len() * range.len(), "output of another shape");
@@ -482,10 +482,22 @@ impl Product<'_> {
         let (sums, buffer) = self.scratch.panel.get(sums + most_panels * stride).split_at_mut(sums);
         let tiles = if few { 1 } else { n.div_ceil(<Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::ROWS) };
         let mut rows = [Row::EMPTY; PANEL];
-        let later = Later::default();
+        let (later, nothing) = (Later::default(), Later::default());
         let mut done = 0;
         while n > 0 && done < width {
             let panels = if (width - done).div_ceil(PANEL) >= most_panels { most_panels } else { 1 };
+            // The outputs that come next, all in one piece of memory, of which each step reads a bit here and there, so that the hardware
+            // does not see what is wanted. They are asked for as outputs are decoded; with many rows, as tiles pass over those.
+            let following = match next {
+                _ if done + panels * PANEL < width => Some((matrix, range.start + done + panels * PANEL)),
+                Some((weights, first)) => weights.matrix().map(|matrix| (matrix, first)),
+                None => None,
+            };
+            later.clear();
+            if let Some((matrix, first)) = following {
+                later.add(matrix.row(first).as_ptr(), panels * PANEL * columns * B::BYTES);
+            }
+            later.spread(if few { columns * panels * PANEL } else { tiles * columns * (SUPER / BLOCK) });
             for start in (0..columns).step_by(most_columns) {
                 let now = most_columns.min(columns - start);
                 for p in 0..panels {
@@ -497,7 +509,8 @@ impl Product<'_> {
                     for (o, output) in outputs.iter_mut().enumerate() {
                         *output = &matrix.row(first + o)[start * B::BYTES..][..now * B::BYTES];
                     }
-                    isa.run(Decode::<B> { outputs, rows: &mut rows, lines, records, kind: PhantomData });
+                    let later = if few { &later } else { &nothing };
+                    isa.run(Decode::<B> { outputs, rows: &mut rows, lines, records, later, kind: PhantomData });
                 }
                 for i in 0..tiles {
                     let rows = n * i / tiles..n * (i + 1) / tiles;
