@@ -24,12 +24,12 @@ pub trait Job {
     fn go<I: Isa>(self, isa: I);
 }
 
-/// What a bit per column does to signed codes, before 128 is added to all of them.
+/// What a bit per column does to codes, which are 128 more than what they stand for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bits {
-    /// Nothing, and nothing is added: dwords of any kind.
+    /// Nothing: dwords of any kind.
     Nothing,
-    /// Negates the code.
+    /// Negates what the code stands for.
     Negate,
     /// Takes 2 away.
     TwoLess,
@@ -39,12 +39,12 @@ pub enum Bits {
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub struct Grid<const COLS: usize, const LEN: usize> {
-    /// The coordinates of points.
-    pub(crate) points: [[i8; COLS]; LEN],
+    /// The coordinates of points, plus 128.
+    pub(crate) points: [[u8; COLS]; LEN],
     /// The coordinates as digits: of two bits each if there are eight of them, else of four bits, those of columns 1 and 2 swapped.
     pub(crate) digits: [u16; LEN],
     /// What digits stand for.
-    pub(crate) values: [i8; 16],
+    pub(crate) values: [u8; 16],
 }
 
 /// An instruction set.
@@ -256,13 +256,39 @@ pub unsafe trait Isa: Copy {
     /// The bits, as a line.
     fn as_int(self, v: Self::Flt) -> Self::Int;
 
-    /// Writes the coordinates of points, as many as make 256 columns; their places are taken modulo the length of the grid.
-    fn look_up<const COLS: usize, const LEN: usize>(
-        self,
-        grid: &Grid<COLS, LEN>,
-        points: &[u16; 64],
-        codes: &mut [[u8; 64]; 4],
-    );
+    /// An F16 as F32.
+    #[inline(always)]
+    fn f16(self, bits: u16) -> f32 {
+        // SAFETY: all instruction sets have F16C.
+        unsafe { _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits)))) }
+    }
+    /// The low and the high dwords of eight qwords.
+    #[inline(always)]
+    fn dwords(self, qwords: &[u8; 64]) -> [[u8; 32]; 2] {
+        // SAFETY: all instruction sets have AVX2.
+        unsafe { dwords(qwords) }
+    }
+    /// Of eight dwords, the eight signs that each seven bits stand for, as [`even_signs`] has them.
+    ///
+    /// [`even_signs`]: kt_core::format::ggml::even_signs
+    #[inline(always)]
+    fn even_signs(self, words: &[u8; 32]) -> [u8; 32] {
+        // SAFETY: all instruction sets have AVX2.
+        unsafe { even_signs(words) }
+    }
+    /// Eight words, four times each.
+    #[inline(always)]
+    fn four_of_each(self, words: &[u8; 16]) -> [u8; 64] {
+        // SAFETY: all instruction sets have AVX2.
+        unsafe { four_of_each(words) }
+    }
+    /// The coordinates, plus 128, of points that make 256 columns; their places are taken modulo the length of the grid.
+    fn look_up<const COLS: usize, const LEN: usize>(self, grid: &Grid<COLS, LEN>, points: &[u16; 64])
+    -> [Self::Int; 4];
+    /// Codes after bits have done to them what they do.
+    fn with_signs(self, codes: Self::Int, how: Bits, bits: [u8; 8]) -> Self::Int;
+    /// Sums of four consecutive dwords each: dword `4 * j + i` is the sum of dwords `4 * j .. 4 * j + 4` of `v[i]`.
+    fn sums_of_four(self, v: [Self::Int; 4]) -> Self::Int;
     /// Transposes 16 x 16 dwords, after bits have done to the bytes of each row what they do.
     fn transpose(self, rows: [&[u8; 64]; 16], how: Bits, bits: [[u8; 8]; 16], lines: &mut [[u8; 64]; 16]);
 
@@ -364,6 +390,89 @@ unsafe fn largest8(v: __m256i) -> u32 {
         let v = _mm_max_epu32(_mm256_castsi256_si128(v), _mm256_extracti128_si256::<1>(v));
         let v = _mm_max_epu32(v, _mm_unpackhi_epi64(v, v));
         _mm_cvtsi128_si32(_mm_max_epu32(v, _mm_shuffle_epi32::<1>(v))) as u32
+    }
+}
+
+/// The coordinates, plus 128, of points of 32 columns from column `32 * at` on, loaded one after another.
+///
+/// # Safety
+/// The CPU has AVX2.
+#[inline(always)]
+unsafe fn load_points<const COLS: usize, const LEN: usize>(
+    grid: &Grid<COLS, LEN>,
+    points: &[u16; 64],
+    at: usize,
+) -> __m256i {
+    const { assert!((COLS == 4 || COLS == 8) && LEN.is_power_of_two()) };
+    // SAFETY: the instructions by the caller's promise; places are in the grid, whose points have `COLS` bytes.
+    unsafe {
+        let point = |i: usize| grid.points.as_ptr().add(points[32 / COLS * at + i] as usize & (LEN - 1));
+        if COLS == 8 {
+            let point = |i| point(i).cast::<i64>().read_unaligned();
+            _mm256_set_epi64x(point(3), point(2), point(1), point(0))
+        } else {
+            let point = |i| point(i).cast::<i32>().read_unaligned();
+            _mm256_set_epi32(point(7), point(6), point(5), point(4), point(3), point(2), point(1), point(0))
+        }
+    }
+}
+
+/// See [`Isa::dwords`].
+///
+/// # Safety
+/// The CPU has AVX2.
+#[inline(always)]
+unsafe fn dwords(qwords: &[u8; 64]) -> [[u8; 32]; 2] {
+    // SAFETY: the instructions by the caller's promise; 64 bytes are read.
+    unsafe {
+        let (a, b) = (_mm256_loadu_ps(qwords.as_ptr().cast()), _mm256_loadu_ps(qwords[32..].as_ptr().cast()));
+        let even = _mm256_castps_si256(_mm256_shuffle_ps::<0b10_00_10_00>(a, b));
+        let odd = _mm256_castps_si256(_mm256_shuffle_ps::<0b11_01_11_01>(a, b));
+        let even = _mm256_permute4x64_epi64::<0b11_01_10_00>(even);
+        let odd = _mm256_permute4x64_epi64::<0b11_01_10_00>(odd);
+        std::mem::transmute::<[__m256i; 2], [[u8; 32]; 2]>([even, odd])
+    }
+}
+
+/// See [`Isa::even_signs`].
+///
+/// # Safety
+/// The CPU has AVX2.
+#[inline(always)]
+unsafe fn even_signs(words: &[u8; 32]) -> [u8; 32] {
+    // SAFETY: the instructions by the caller's promise; 32 bytes are read.
+    unsafe {
+        let words = _mm256_loadu_si256(words.as_ptr().cast());
+        // Each seven bits to a byte.
+        let a = _mm256_and_si256(words, _mm256_set1_epi32(0x7f));
+        let b = _mm256_and_si256(_mm256_slli_epi32::<1>(words), _mm256_set1_epi32(0x7f00));
+        let c = _mm256_and_si256(_mm256_slli_epi32::<2>(words), _mm256_set1_epi32(0x7f_0000));
+        let d = _mm256_and_si256(_mm256_slli_epi32::<3>(words), _mm256_set1_epi32(0x7f00_0000));
+        let signs = _mm256_or_si256(_mm256_or_si256(a, b), _mm256_or_si256(c, d));
+        // The highest bit of each number with an odd number of bits: those of four and of three bits.
+        let odd = _mm256_broadcastsi128_si256(_mm_set_epi64x(
+            0x0080_8000_8000_0080_u64 as i64,
+            0x8000_0080_0080_8000_u64 as i64,
+        ));
+        let high = _mm256_and_si256(_mm256_srli_epi16::<4>(signs), _mm256_set1_epi8(7));
+        let (low, high) = (_mm256_shuffle_epi8(odd, signs), _mm256_shuffle_epi8(odd, high));
+        std::mem::transmute::<__m256i, [u8; 32]>(_mm256_xor_si256(signs, _mm256_xor_si256(low, high)))
+    }
+}
+
+/// See [`Isa::four_of_each`].
+///
+/// # Safety
+/// The CPU has AVX2.
+#[inline(always)]
+unsafe fn four_of_each(words: &[u8; 16]) -> [u8; 64] {
+    // SAFETY: the instructions by the caller's promise; 16 bytes are read.
+    unsafe {
+        let words = _mm256_broadcastsi128_si256(_mm_loadu_si128(words.as_ptr().cast()));
+        let of = |word: i64| 0x0100_0100_0100_0100 + 0x0202_0202_0202_0202 * word;
+        let low = _mm256_shuffle_epi8(words, _mm256_set_epi64x(of(3), of(2), of(1), of(0)));
+        let high = _mm256_shuffle_epi8(words, _mm256_set_epi64x(of(7), of(6), of(5), of(4)));
+        std::mem::transmute::<[__m256i; 2], [u8; 64]>([low, high])
     }
 }
 

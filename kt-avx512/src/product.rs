@@ -13,7 +13,7 @@ use kt_core::format::mx;
 use kt_core::{Format, Group};
 
 use crate::ahead::{self, Ahead, Later};
-use crate::blocks::{Blocks, Decode, Row};
+use crate::blocks::{ASK, Blocks, Decode, Direct, Row};
 use crate::isa::{Isa, Job};
 use crate::layout::{CHUNK, LINE, Layout, PANEL, SUPER};
 use crate::lines::{
@@ -27,6 +27,9 @@ use crate::tiled::{self, SUMS_SIZE, Spans, TILE_ROWS};
 const CACHED: usize = 32 << 10;
 /// The same where few rows pass over them: there is more to do with each line before it is written than after.
 const FEW: usize = 8 << 10;
+
+/// The most rows for which blocks in place become products without lines: for each, sums are transposed, where codes would be once.
+const DIRECT_ROWS: usize = 2;
 
 /// Bytes of the next inputs that are asked for at once when few rows stream: as much as they are, if they are few as well.
 const AT_ONCE: usize = 8 << 10;
@@ -472,6 +475,7 @@ impl Product<'_> {
         // In units of `SUPER` columns.
         let columns = matrix.cols() / SUPER;
         let few = !I::TILES && n <= isa.stream_rows();
+        let direct = few && n <= DIRECT_ROWS;
         let most_panels = if I::LARGE && !few { 2 } else { 1 };
         let cached = if few { FEW } else { CACHED };
         let most_columns = (cached / (most_panels * SUPER * PANEL)).clamp(1, columns.max(1));
@@ -497,7 +501,34 @@ impl Product<'_> {
             if let Some((matrix, first)) = following {
                 later.add(matrix.row(first).as_ptr(), panels * PANEL * columns * B::BYTES);
             }
-            later.spread(if few { columns * panels * PANEL } else { tiles * columns * (SUPER / BLOCK) });
+            later.spread(if few { columns * panels * (PANEL / ASK) } else { tiles * columns * (SUPER / BLOCK) });
+            if direct {
+                let first = range.start + done;
+                let outputs: [&[u8]; PANEL] =
+                    std::array::from_fn(|o| if first + o < range.end { matrix.row(first + o) } else { &[] });
+                let outputs = &outputs[..PANEL.min(range.end - first)];
+                let (rows, later, out) = (&mut rows, &later, &mut self.out[done..]);
+                macro_rules! run {
+                    ($r:literal) => {
+                        isa.run(Direct::<B, G, $r> {
+                            outputs,
+                            rows,
+                            inputs,
+                            input_stride,
+                            out,
+                            out_stride: width,
+                            later,
+                            kind: PhantomData,
+                        })
+                    };
+                }
+                match n {
+                    1 => run!(1),
+                    _ => run!(2),
+                }
+                done += PANEL;
+                continue;
+            }
             for start in (0..columns).step_by(most_columns) {
                 let now = most_columns.min(columns - start);
                 for p in 0..panels {

@@ -4,7 +4,10 @@
 
 use std::arch::x86_64::*;
 
-use super::{Bits, FP8_UP, Grid, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, ops, run_with, same_code, sum8, token};
+use super::{
+    Bits, FP8_UP, Grid, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, load_points, ops, run_with, same_code, sum8,
+    token,
+};
 
 token!(
     /// AVX2, FMA, F16C.
@@ -236,14 +239,19 @@ macro_rules! common {
             self,
             grid: &Grid<COLS, LEN>,
             points: &[u16; 64],
-            codes: &mut [[u8; 64]; 4],
-        ) {
-            for (codes, &point) in codes.as_flattened_mut().as_chunks_mut::<COLS>().0.iter_mut().zip(points) {
-                let point = &grid.points[point as usize % LEN];
-                for i in 0..COLS {
-                    codes[i] = point[i] as u8;
-                }
+        ) -> [Int; 4] {
+            let mut codes = [self.splat(0); 4];
+            for (i, codes) in codes.iter_mut().enumerate() {
+                // SAFETY: `self` proves AVX2.
+                *codes = each!(h => unsafe { load_points(grid, points, 2 * i + h) });
             }
+            codes
+        }
+
+        #[inline(always)]
+        fn with_signs(self, codes: Int, how: Bits, bits: [u8; 8]) -> Int {
+            // SAFETY: `self` proves AVX2.
+            each!(h => unsafe { with_signs(codes[h], how, [bits[4 * h], bits[4 * h + 1], bits[4 * h + 2], bits[4 * h + 3]]) })
         }
 
         #[inline(always)]
@@ -281,6 +289,15 @@ macro_rules! common {
                 }
                 least_sum8(halves, worth)
             }}
+            fn sums_of_four(self, v: [Int; 4]) -> Int {
+                // Dwords 0 and 2, then 1 and 3 of both, by turns.
+                each!(h => {
+                    let [v0, v1, v2, v3] = [v[0][h], v[1][h], v[2][h], v[3][h]];
+                    let a = _mm256_add_epi32(_mm256_unpacklo_epi32(v0, v1), _mm256_unpackhi_epi32(v0, v1));
+                    let b = _mm256_add_epi32(_mm256_unpacklo_epi32(v2, v3), _mm256_unpackhi_epi32(v2, v3));
+                    _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b))
+                })
+            }
             fn largest(self, v: Int) -> u32 { largest8(_mm256_max_epu32(v[0], v[1])) }
             fn sub(self, a: Int, b: Int) -> Int { halves!(_mm256_sub_epi32(a, b)) }
             fn and(self, a: Int, b: Int) -> Int { halves!(_mm256_and_si256(a, b)) }
@@ -347,6 +364,31 @@ macro_rules! common {
     };
 }
 
+/// [`Isa::with_signs`] of 32 codes.
+///
+/// # Safety
+/// The CPU has AVX2.
+#[inline(always)]
+unsafe fn with_signs(codes: __m256i, how: Bits, bits: [u8; 4]) -> __m256i {
+    // SAFETY: the instructions by the caller's promise; registers only.
+    unsafe {
+        if how == Bits::Nothing {
+            return codes;
+        }
+        let (lane_0, lane_1) = (0x0101_0101_0101_0101, 0x0303_0303_0303_0303);
+        let spread = _mm256_set_epi64x(lane_1, lane_1 - 0x0101_0101_0101_0101, lane_0, 0);
+        let places = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64 as i64);
+        // Byte `j` gets the byte that holds its bit, then that bit alone.
+        let bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(i32::from_le_bytes(bits)), spread);
+        let set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
+        match how {
+            // Minus a number is that of all bits flipped, and one more.
+            Bits::Negate => _mm256_sub_epi8(_mm256_xor_si256(codes, set), set),
+            _ => _mm256_add_epi8(codes, _mm256_add_epi8(set, set)),
+        }
+    }
+}
+
 /// See [`Isa::transpose`].
 ///
 /// # Safety
@@ -355,33 +397,13 @@ macro_rules! common {
 unsafe fn transpose(rows: [&[u8; 64]; 16], how: Bits, bits: [[u8; 8]; 16], lines: &mut [[u8; 64]; 16]) {
     // SAFETY: the instructions by the caller's promise; each half of a row or line has 32 bytes.
     unsafe {
-        let zero_point = _mm256_set1_epi8(-128);
-        let (lane_0, lane_1) = (0x0101_0101_0101_0101, 0x0303_0303_0303_0303);
-        let spread = _mm256_set_epi64x(lane_1, lane_1 - 0x0101_0101_0101_0101, lane_0, 0);
-        let places = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64 as i64);
         // Eight rows and eight dwords at a time.
         for (half, part) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
             let mut v = [_mm256_setzero_si256(); 8];
             for i in 0..8 {
-                let (row, bits) = (rows[8 * half + i], bits[8 * half + i]);
-                let row = _mm256_loadu_si256(row[32 * part..][..32].as_ptr().cast());
-                v[i] = row;
-                if how != Bits::Nothing {
-                    let bits = i32::from_le_bytes([
-                        bits[4 * part],
-                        bits[4 * part + 1],
-                        bits[4 * part + 2],
-                        bits[4 * part + 3],
-                    ]);
-                    // Byte `j` gets the byte that holds its bit, then that bit alone.
-                    let bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(bits), spread);
-                    let set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
-                    v[i] = match how {
-                        // Minus a number is that of all bits flipped, and one more.
-                        Bits::Negate => _mm256_sub_epi8(_mm256_xor_si256(row, set), _mm256_xor_si256(set, zero_point)),
-                        _ => _mm256_xor_si256(_mm256_add_epi8(row, _mm256_add_epi8(set, set)), zero_point),
-                    };
-                }
+                let row = _mm256_loadu_si256(rows[8 * half + i][32 * part..][..32].as_ptr().cast());
+                let bits = bits[8 * half + i][4 * part..].first_chunk().expect("four bytes");
+                v[i] = with_signs(row, how, *bits);
             }
             let mut four = [_mm256_setzero_si256(); 8];
             for i in [0, 4] {

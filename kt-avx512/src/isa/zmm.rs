@@ -5,8 +5,8 @@
 use std::arch::x86_64::*;
 
 use super::{
-    Bits, FP8_UP, Grid, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, ops, run_with, same_code, stream_rows, sum8,
-    token,
+    Bits, FP8_UP, Grid, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, load_points, ops, run_with, same_code,
+    stream_rows, sum8, token,
 };
 use crate::tiled::{TileProduct, TileUnit};
 
@@ -182,10 +182,26 @@ macro_rules! common {
             self,
             grid: &Grid<COLS, LEN>,
             points: &[u16; 64],
-            codes: &mut [[u8; 64]; 4],
-        ) {
+        ) -> [__m512i; 4] {
+            if const { LEN <= MOST_POINTS } {
+                // SAFETY: `self` proves AVX-512 F and BW.
+                return unsafe { look_up(grid, points) };
+            }
+            let mut codes = [self.splat(0); 4];
+            for (i, codes) in codes.iter_mut().enumerate() {
+                // SAFETY: `self` proves AVX-512 F and AVX2.
+                unsafe {
+                    let low = _mm512_castsi256_si512(load_points(grid, points, 2 * i));
+                    *codes = _mm512_inserti64x4::<1>(low, load_points(grid, points, 2 * i + 1));
+                }
+            }
+            codes
+        }
+
+        #[inline(always)]
+        fn with_signs(self, codes: __m512i, how: Bits, bits: [u8; 8]) -> __m512i {
             // SAFETY: `self` proves AVX-512 F and BW.
-            unsafe { look_up(grid, points, codes) }
+            unsafe { with_signs(codes, how, bits) }
         }
 
         #[inline(always)]
@@ -237,6 +253,12 @@ macro_rules! common {
                 let v = _mm512_castsi512_si128(_mm512_maskz_compress_epi32(0x1111, v));
                 std::mem::transmute::<__m128i, [i32; 4]>(v)
             }}
+            fn sums_of_four(self, v: [__m512i; 4]) -> __m512i {{
+                // Dwords 0 and 2, then 1 and 3 of both, by turns.
+                let a = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+                let b = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+                _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b))
+            }}
             fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
             // By the exponent: that goes on the adders, the multipliers are left to products.
             fn power(self, v: __m512) -> __m512 { _mm512_getexp_ps(v) }
@@ -287,6 +309,9 @@ macro_rules! common {
     };
 }
 
+/// The longest grid that is looked up in registers. Points of one twice as long are loaded one by one in less time.
+const MOST_POINTS: usize = 1024;
+
 /// The digits of 32 points; see [`Grid`].
 ///
 /// # Safety
@@ -332,13 +357,10 @@ unsafe fn digits<const COLS: usize, const LEN: usize>(grid: &Grid<COLS, LEN>, po
 /// # Safety
 /// The CPU has AVX-512 F and BW.
 #[inline(always)]
-unsafe fn look_up<const COLS: usize, const LEN: usize>(
-    grid: &Grid<COLS, LEN>,
-    points: &[u16; 64],
-    codes: &mut [[u8; 64]; 4],
-) {
+unsafe fn look_up<const COLS: usize, const LEN: usize>(grid: &Grid<COLS, LEN>, points: &[u16; 64]) -> [__m512i; 4] {
     // SAFETY: the instructions by the caller's promise; what is loaded and stored is as long as that.
     unsafe {
+        let mut codes = [_mm512_setzero_si512(); 4];
         let values = _mm512_broadcast_i32x4(_mm_loadu_si128(grid.values.as_ptr().cast()));
         let first = digits(grid, _mm512_loadu_si512(points.as_ptr().cast()));
         if COLS == 8 {
@@ -346,13 +368,13 @@ unsafe fn look_up<const COLS: usize, const LEN: usize>(
             let shifts = _mm512_set1_epi64(0x000c_0008_0004_0000);
             let mut at = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
             at = _mm512_mullo_epi32(_mm512_shuffle_epi32::<0b10_10_00_00>(at), _mm512_set1_epi32(0x0001_0001));
-            for codes in codes {
+            for codes in &mut codes {
                 let words = _mm512_srlv_epi16(_mm512_permutexvar_epi16(at, first), shifts);
                 let words = _mm512_and_si512(words, _mm512_set1_epi16(0x000f));
                 // 0xa8 = (words | shifted) & places.
                 let shifted = _mm512_slli_epi16::<6>(words);
                 let digits = _mm512_ternarylogic_epi32::<0xa8>(words, shifted, _mm512_set1_epi16(0x0303));
-                _mm512_storeu_si512(codes.as_mut_ptr().cast(), _mm512_shuffle_epi8(values, digits));
+                *codes = _mm512_shuffle_epi8(values, digits);
                 at = _mm512_add_epi16(at, _mm512_set1_epi16(8));
             }
         } else {
@@ -368,8 +390,26 @@ unsafe fn look_up<const COLS: usize, const LEN: usize>(
                 let words = _mm512_cvtepu16_epi32(part);
                 let shifted = _mm512_slli_epi32::<12>(words);
                 let digits = _mm512_ternarylogic_epi32::<0xa8>(words, shifted, _mm512_set1_epi8(0x0f));
-                _mm512_storeu_si512(codes.as_mut_ptr().cast(), _mm512_shuffle_epi8(values, digits));
+                *codes = _mm512_shuffle_epi8(values, digits);
             }
+        }
+        codes
+    }
+}
+
+/// See [`Isa::with_signs`].
+///
+/// # Safety
+/// The CPU has AVX-512 F and BW.
+#[inline(always)]
+unsafe fn with_signs(codes: __m512i, how: Bits, bits: [u8; 8]) -> __m512i {
+    // SAFETY: the instructions by the caller's promise; registers only.
+    unsafe {
+        let set = u64::from_le_bytes(bits);
+        match how {
+            Bits::Nothing => codes,
+            Bits::Negate => _mm512_mask_sub_epi8(codes, set, _mm512_setzero_si512(), codes),
+            Bits::TwoLess => _mm512_mask_sub_epi8(codes, set, codes, _mm512_set1_epi8(2)),
         }
     }
 }
@@ -382,18 +422,9 @@ unsafe fn look_up<const COLS: usize, const LEN: usize>(
 unsafe fn transpose(rows: [&[u8; 64]; 16], how: Bits, bits: [[u8; 8]; 16], lines: &mut [[u8; 64]; 16]) {
     // SAFETY: the instructions by the caller's promise; each row and line has 64 bytes.
     unsafe {
-        let zero_point = _mm512_set1_epi8(-128);
         let mut v = [_mm512_setzero_si512(); 16];
         for i in 0..16 {
-            let (row, set) = (_mm512_loadu_si512(rows[i].as_ptr().cast()), u64::from_le_bytes(bits[i]));
-            v[i] = match how {
-                Bits::Nothing => row,
-                // Zero point less code, or plus code: no code is -128.
-                Bits::Negate => _mm512_mask_sub_epi8(_mm512_xor_si512(row, zero_point), set, zero_point, row),
-                Bits::TwoLess => {
-                    _mm512_mask_add_epi8(_mm512_xor_si512(row, zero_point), set, row, _mm512_set1_epi8(126))
-                }
-            };
+            v[i] = with_signs(_mm512_loadu_si512(rows[i].as_ptr().cast()), how, bits[i]);
         }
         // Of each four rows: dword `c` of each 128-bit lane.
         let mut four = [_mm512_setzero_si512(); 16];
