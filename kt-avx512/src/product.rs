@@ -502,7 +502,7 @@ impl Product<'_> {
                 later.add(matrix.row(first).as_ptr(), panels * PANEL * columns * B::BYTES);
             }
             later.spread(if few { columns * panels * (PANEL / ASK) } else { tiles * columns * (SUPER / BLOCK) });
-            if direct {
+            if const { !I::TILES } && direct {
                 let first = range.start + done;
                 let outputs: [&[u8]; PANEL] =
                     std::array::from_fn(|o| if first + o < range.end { matrix.row(first + o) } else { &[] });

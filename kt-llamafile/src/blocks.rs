@@ -48,6 +48,12 @@ fn d<I: Isa>(isa: I, block: &[u8]) -> f32 {
     isa.f16(u16::from_le_bytes([block[0], block[1]]))
 }
 
+/// [`ggml::iq1_m_scale`].
+#[inline(always)]
+fn iq1_m_d<I: Isa>(isa: I, block: &[u8; ggml::IQ1_M_BYTES]) -> f32 {
+    isa.f16(ggml::iq1_m_scale_bits(block))
+}
+
 /// [`ggml::iq2_xxs_points`].
 #[inline(always)]
 fn iq2_xxs<I: Isa>(isa: I, block: &[u8; ggml::IQ2_XXS_BYTES]) -> Points<8, 32> {
@@ -97,7 +103,7 @@ fn iq1_s<I: Isa>(isa: I, block: &[u8; ggml::IQ1_S_BYTES]) -> Points<8, 32> {
 }
 
 blocks!(Iq1S, IQ1_S_BYTES, 8, 32, iq1_s, IQ1, TwoLess, |isa, b| d(isa, b) / 8.0);
-blocks!(Iq1M, IQ1_M_BYTES, 16, 32, |_, b| ggml::iq1_m_points(b), IQ1, TwoLess, |_, b| ggml::iq1_m_scale(b) / 8.0);
+blocks!(Iq1M, IQ1_M_BYTES, 16, 32, |_, b| ggml::iq1_m_points(b), IQ1, TwoLess, |isa, b| iq1_m_d(isa, b) / 8.0);
 blocks!(Iq2Xxs, IQ2_XXS_BYTES, 8, 32, iq2_xxs, IQ2_XXS, Negate, |isa, b| d(isa, b) / 8.0);
 blocks!(Iq2Xs, IQ2_XS_BYTES, 16, 32, |_, b| ggml::iq2_xs_points(b), IQ2_XS, Negate, |isa, b| d(isa, b) / 8.0);
 blocks!(Iq2S, IQ2_S_BYTES, 16, 32, |_, b| ggml::iq2_s_points(b), IQ2_S, Negate, |isa, b| d(isa, b) / 8.0);

@@ -189,8 +189,13 @@ pub fn iq1_m_points(block: &[u8; IQ1_M_BYTES]) -> Points<16, 32> {
 /// The F16 scale of an IQ1_M block, which lies in pieces.
 #[inline(always)]
 pub fn iq1_m_scale(block: &[u8; IQ1_M_BYTES]) -> f32 {
-    let bits = (0..4).fold(0, |bits, i| bits | u16_at(&block[48..], i) >> 12 << (4 * i));
-    crate::format::float::f16_to_f32(bits)
+    crate::format::float::f16_to_f32(iq1_m_scale_bits(block))
+}
+
+/// The bits of [`iq1_m_scale`].
+#[inline(always)]
+pub fn iq1_m_scale_bits(block: &[u8; IQ1_M_BYTES]) -> u16 {
+    (0..4).fold(0, |bits, i| bits | u16_at(&block[48..], i) >> 12 << (4 * i))
 }
 
 /// Writes the bytes of an F16 scale as [`iq1_m_scale`] reads them.
