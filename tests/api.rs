@@ -215,6 +215,62 @@ fn a_plan_that_does_not_fit_says_what_would() {
 }
 
 #[test]
+fn layers_that_find_no_room_packed_are_used_in_place() {
+    let layers = 12;
+    let builder = SyntheticSource::builder().hidden(512).intermediate(768).experts(8).top_k(2).layers(layers);
+    let source = builder.format(Format::Iq2Xs).seed(4).build().unwrap();
+    let runtime = |limit: u64, in_place| {
+        kt::runtime().threads(2).pass_tokens(8).memory_limit(limit).in_place(in_place).build().unwrap()
+    };
+    let plan = |limit| runtime(limit, false).plan(&source).unwrap();
+    let packed = plan(1 << 40);
+    // What a synthetic source would have mapped is on the heap.
+    let mapped = |plan: &Plan| plan.layers.iter().map(|l| l.fit.mapped_bytes).sum::<u64>();
+    if mapped(&packed) > 0 {
+        println!("skipped: this build or this CPU runs such experts in place only");
+        return;
+    }
+    let in_place = runtime(1 << 40, true).plan(&source).unwrap();
+    let stored: u64 = packed.layers.iter().map(|l| l.stored_bytes).sum();
+    assert_eq!((in_place.packed_bytes(), mapped(&in_place)), (0, stored));
+    assert!(in_place.explain().contains("in place, decoded"), "{}", in_place.explain());
+    assert!(packed.notes.iter().chain(&in_place.notes).all(|n| !n.contains("want of memory")), "{:?}", packed.notes);
+
+    let output = |runtime: Runtime| {
+        let experts = runtime.load(&source).unwrap();
+        let mut batch = Batch::new(3, vec![0.25; 3 * 512], vec![0, 7, 3, 1, 5, 6], vec![0.5; 6]).unwrap();
+        let mut all = Vec::new();
+        for layer in experts.layers() {
+            layer.forward(&mut batch).unwrap();
+            all.extend_from_slice(batch.output());
+        }
+        (all, experts.packed_bytes())
+    };
+    let (want, all_packed) = output(runtime(1 << 40, false));
+    assert_eq!(all_packed, packed.packed_bytes());
+
+    // Between the two: the first layers are packed, the rest is in place, and that fits.
+    let limit = (packed.need_bytes() + in_place.need_bytes()) / 2 * 10 / 9;
+    let some = plan(limit);
+    let mapped: Vec<bool> = some.layers.iter().map(|l| l.fit.mapped_bytes > 0).collect();
+    let first = mapped.iter().position(|&m| m).unwrap();
+    assert!((2..layers - 2).contains(&first) && mapped[first..].iter().all(|&m| m), "{some}");
+    assert_eq!(some.verdict(), Verdict::Fits, "{some}");
+    let note = format!("from layer {first} on are used in place");
+    assert!(some.notes.iter().any(|n| n.contains(&note)) && some.explain().contains(&note), "{:?}", some.notes);
+    let (got, some_packed) = output(runtime(limit, false));
+    assert!(got == want && some_packed == some.packed_bytes() && some_packed < all_packed);
+
+    // No room to spare for any; and none for the file's own bytes, which is refused with what would help.
+    let tight = plan(in_place.need_bytes() + 1000);
+    assert_eq!((tight.packed_bytes(), tight.verdict()), (0, Verdict::Tight), "{tight}");
+    let none = plan(in_place.need_bytes() / 2);
+    assert_eq!((none.packed_bytes(), none.verdict(), none.need_bytes()), (0, Verdict::Refuse, in_place.need_bytes()));
+    assert!(none.remedies.iter().any(|r| matches!(r.change, Change::Memory(..))), "{none}");
+    assert!(output(runtime(in_place.need_bytes() + 1000, false)) == (want, 0));
+}
+
+#[test]
 fn memory_is_counted_when_it_is_taken() {
     let gib = 1 << 30;
     let none = limited(1 << 50, Vec::new()).1;

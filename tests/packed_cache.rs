@@ -88,20 +88,21 @@ fn a_cached_load_gives_the_same_bits() {
         (one(Format::Bf16), false),
         (one(Format::Int4(Group::Of(32))), true),
         (one(Format::Fp8Block), false),
-        // Down in place, the rest packed; and all in place.
+        // Down in place, if that is asked for, and the rest packed; and all in place.
         ([Format::Q4K, Format::Q4K, Format::Iq3S], false),
         (one(Format::Iq2Xs), false),
         (one(Format::Q6K), false),
     ];
-    for (formats, biases) in cases {
+    for ((formats, biases), in_place) in cases.into_iter().flat_map(|case| [(case, false), (case, true)]) {
         let dir = Dir::new(&format!("bits-{}-{}", formats[0], formats[2]));
         let source = source(formats, biases);
         let plain = kt::runtime().team(one_node()).build().unwrap();
-        let experts = plain.load(&source).unwrap();
-        let (want, packed) = (output(&experts), experts.packed_bytes());
+        let want = output(&plain.load(&source).unwrap());
+        let experts = kt::runtime().team(one_node()).in_place(in_place).build().unwrap().load(&source).unwrap();
+        let packed = experts.packed_bytes();
         assert!(experts.packed_cache().is_none());
 
-        let runtime = with_cache(kt::runtime().team(one_node()), &dir.0);
+        let runtime = with_cache(kt::runtime().team(one_node()).in_place(in_place), &dir.0);
         let before = runtime.plan(&source).unwrap();
         let first = runtime.load(&source).unwrap();
         let (layers, empty) =

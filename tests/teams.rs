@@ -45,7 +45,8 @@ fn random_shapes_give_the_same_bits_on_every_team() {
         let weights: Vec<f32> = ids.iter().map(|_| random.uniform()).collect();
         let mut first: Option<Vec<f32>> = None;
         for (name, team) in &teams {
-            let runtime = kt::runtime().team(team.clone()).build().unwrap();
+            // The first team has packed weights; where they are changes nothing either.
+            let runtime = kt::runtime().team(team.clone()).in_place(first.is_some() && case % 2 == 0).build().unwrap();
             let loaded = runtime.load(&source).unwrap();
             let mut batch = Batch::new(tokens, input.clone(), ids.clone(), weights.clone()).unwrap();
             loaded.layer(0).unwrap().forward(&mut batch).unwrap();

@@ -83,6 +83,9 @@ impl Kernel for Amx {
             self.avx.accepts(format, rows, cols)?
         };
         match layout {
+            InputLayout::Int8 { .. } if self.llamafile.uses_in_place(format) => {
+                Ok((layout, "AMX tiles of int8 for many rows, VNNI for few; blocks in place, decoded for each product"))
+            }
             InputLayout::Int8 { .. } => {
                 Ok((layout, "AMX tiles of int8 for many rows, VNNI for few; packed by 16 outputs"))
             }
@@ -102,6 +105,10 @@ impl Kernel for Amx {
         } else {
             self.avx.packed_bytes(format, rows, cols)
         }
+    }
+
+    fn in_place(self) -> Self {
+        Amx { llamafile: self.llamafile.in_place(), ..self }
     }
 
     fn layout_version(self) -> u32 {

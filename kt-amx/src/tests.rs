@@ -108,6 +108,7 @@ fn int8_products_have_the_bits_of_vnni() {
         let (outputs, cols) = (matrix.rows(), matrix.cols());
         let Ok((layout @ InputLayout::Int8 { .. }, _)) = kernel.accepts(format, outputs, cols) else { continue };
         let w = pack(kernel, &matrix);
+        let in_place = Some(pack(kernel.in_place(), &matrix)).filter(|w| w.matrix().is_some());
         let x = Rows::new(kernel, layout, &inputs(70, cols), cols);
         for (rows, range) in [
             (0..70, 0..outputs),
@@ -116,9 +117,13 @@ fn int8_products_have_the_bits_of_vnni() {
             (5..21, (outputs - 1) / 32 * 16..outputs - 1),
         ] {
             let want = product(kernel.with_crossover(VECTORS), &w, range.clone(), &x, rows.clone());
-            let got = product(kernel.with_crossover(TILES), &w, range.clone(), &x, rows.clone());
-            assert!(got == want, "{format} {outputs}x{cols}, rows {rows:?}, outputs {range:?}");
             assert!(want.iter().any(|&v| v != 0), "{format}: nothing but zeros");
+            for w in [Some(&w), in_place.as_ref()].into_iter().flatten() {
+                let kernel = if w.matrix().is_some() { kernel.in_place() } else { kernel };
+                let got = product(kernel.with_crossover(TILES), w, range.clone(), &x, rows.clone());
+                let what = if w.matrix().is_some() { "in place, " } else { "" };
+                assert!(got == want, "{format} {what}{outputs}x{cols}, rows {rows:?}, outputs {range:?}");
+            }
         }
         if formats.last() != Some(&format) {
             formats.push(format);

@@ -67,6 +67,10 @@ pub struct RuntimeArgs {
     /// Most tokens that go through a layer of experts at once: fewer take less scratch, and read the experts more often [default: 1024].
     #[arg(long, value_name = "N")]
     pub pass_tokens: Option<usize>,
+    /// Use weights from the file's map wherever a kernel can, even where packing makes it faster: IQ1, IQ2 and IQ3. Without this, only experts
+    /// that find no room when they are packed.
+    #[arg(long)]
+    pub in_place: bool,
     /// Keep packed experts in this directory: the first load writes them, later ones map them. May be deleted at any time.
     #[arg(long, value_name = "DIR")]
     pub packed_cache: Option<PathBuf>,
@@ -92,7 +96,7 @@ impl RuntimeArgs {
         if let Some(spin) = self.spin {
             team = team.spin(Duration::from_micros(spin));
         }
-        let mut builder = kt::runtime().team(team.build()?).huge_pages(match self.huge_pages {
+        let mut builder = kt::runtime().team(team.build()?).in_place(self.in_place).huge_pages(match self.huge_pages {
             HugePagesArg::No => HugePages::No,
             HugePagesArg::Transparent => HugePages::Transparent,
             HugePagesArg::Reserved => HugePages::Reserved,

@@ -222,6 +222,13 @@ pub trait Backend: Send + Sync {
     /// The reason it declines, for `explain`.
     fn probe(&self, layer: &LayerSpec) -> Result<Fit, Unsupported>;
 
+    /// This backend for who has little memory: of its name, with weights used from the checkpoint's map wherever it can, even where it would
+    /// be faster to pack them. The runtime turns to it for layers whose packed experts find no room, and asks it for fewer bytes
+    /// ([`Fit::packed_bytes`]); no bit of any number may differ. `None` for backends that have no such choice.
+    fn in_place(&self) -> Option<Arc<dyn Backend>> {
+        None
+    }
+
     /// Loads the given experts of a layer, packing them as its kernels want; expert `experts[i]` becomes local expert `i`.
     ///
     /// # Errors

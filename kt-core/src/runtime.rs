@@ -47,6 +47,7 @@ pub struct RuntimeBuilder {
     huge_pages: HugePages,
     backend: Option<String>,
     max_tier: Tier,
+    in_place: bool,
     memory_limit: Option<u64>,
     packed_cache: Option<PathBuf>,
     pass_tokens: usize,
@@ -65,6 +66,7 @@ impl RuntimeBuilder {
             huge_pages: HugePages::default(),
             backend: None,
             max_tier: Tier::Amx,
+            in_place: false,
             memory_limit: None,
             packed_cache: None,
             pass_tokens: 1024,
@@ -119,6 +121,14 @@ impl RuntimeBuilder {
     /// Uses no instruction set above this tier.
     pub fn max_tier(mut self, tier: Tier) -> Self {
         self.max_tier = tier;
+        self
+    }
+
+    /// Uses weights from the checkpoint's map wherever a backend can, even where it would be faster to pack them; without this, only layers
+    /// that find no room when they are packed. It is a choice for blocks of IQ1, IQ2 and IQ3, which take 1.25 to 2.1 times their bytes when they are packed, and
+    /// for a few tokens are multiplied several times as fast; the map's memory is shared between processes. No bit of any number depends on it.
+    pub fn in_place(mut self, in_place: bool) -> Self {
+        self.in_place = in_place;
         self
     }
 
@@ -198,6 +208,7 @@ impl RuntimeBuilder {
             huge_pages: self.huge_pages,
             candidates,
             only: self.backend,
+            in_place: self.in_place,
             memory_limit: self.memory_limit,
             packed_cache: self.packed_cache,
             pass_tokens: self.pass_tokens,
@@ -213,6 +224,7 @@ pub struct Runtime {
     candidates: Vec<Candidate>,
     /// The backend that was asked for by name.
     only: Option<String>,
+    in_place: bool,
     memory_limit: Option<u64>,
     packed_cache: Option<PathBuf>,
     pass_tokens: usize,
@@ -269,12 +281,20 @@ const SMALLER: [Format; 8] = [
 ];
 
 /// Layers of a plan, and what they take besides.
-#[derive(Default)]
 struct LayerPlans {
     plans: Vec<LayerPlan>,
+    planned: Planned,
+}
+
+/// What a plan is of, and does not say.
+#[derive(Default)]
+struct Planned {
     /// Per token of a pass, and per row of a thread's tile.
     scratch_bytes_per_token: [u64; 2],
     load_bytes_per_thread: u64,
+    /// Weights are in place wherever they can be, of layers from this place among them on.
+    in_place_from: usize,
+    /// Without their plans.
     devices: Devices,
 }
 
@@ -293,13 +313,7 @@ struct Devices {
     transfer_bytes: u64,
 }
 
-impl LayerPlans {
-    fn scratch_bytes(&self, tokens: usize, threads: usize) -> u64 {
-        scratch_bytes(self.scratch_bytes_per_token, tokens, threads)
-    }
-}
-
-/// Scratch of all threads for a pass; see [`LayerPlans::scratch_bytes_per_token`].
+/// Scratch of all threads for a pass; see [`Planned::scratch_bytes_per_token`].
 fn scratch_bytes([per_token, per_row]: [u64; 2], tokens: usize, threads: usize) -> u64 {
     // A tile has up to 256 rows; a thread has a panel of unpacked weights, of about a MiB.
     per_token * tokens as u64 + (per_row * tokens.min(256) as u64 + (1 << 20)) * threads as u64
@@ -316,8 +330,8 @@ fn largest(most: usize, good: impl Fn(usize) -> bool) -> Option<usize> {
 }
 
 /// The backend chosen, and why the others were not.
-struct Choice<'a> {
-    backend: &'a Arc<dyn Backend>,
+struct Choice {
+    backend: Arc<dyn Backend>,
     fit: Fit,
     declined: Vec<(String, String)>,
 }
@@ -351,7 +365,12 @@ impl Runtime {
         &self.candidates
     }
 
-    fn choose(&self, what: &str, probe: impl Fn(&dyn Backend) -> Result<Fit, Unsupported>) -> Result<Choice<'_>> {
+    fn choose(
+        &self,
+        what: &str,
+        in_place: bool,
+        probe: impl Fn(&dyn Backend) -> Result<Fit, Unsupported>,
+    ) -> Result<Choice> {
         let mut best: Option<(&str, &Arc<dyn Backend>, Fit)> = None;
         let mut declined = Vec::new();
         for c in &self.candidates {
@@ -384,7 +403,14 @@ impl Runtime {
             }
         }
         match best {
-            Some((_, backend, fit)) => Ok(Choice { backend, fit, declined }),
+            Some((_, backend, fit)) => {
+                let smaller = backend.in_place().filter(|_| in_place).and_then(|b| Some((probe(&*b).ok()?, b)));
+                let (fit, backend) = match smaller {
+                    Some((smaller, b)) if smaller.packed_bytes < fit.packed_bytes => (smaller, b),
+                    _ => (fit, backend.clone()),
+                };
+                Ok(Choice { backend, fit, declined })
+            }
             None => {
                 let reasons: Vec<_> = declined.iter().map(|(b, r)| format!("{b}: {r}")).collect();
                 Err(Unsupported::new(format!("no backend for {what}; {}", reasons.join("; "))).into())
@@ -392,9 +418,9 @@ impl Runtime {
         }
     }
 
-    fn choose_for(&self, layer: &LayerSpec) -> Result<Choice<'_>> {
+    fn choose_for(&self, layer: &LayerSpec, in_place: bool) -> Result<Choice> {
         let what = format!("layer {} ({})", layer.index, layer.format_label());
-        self.choose(&what, |b| b.probe(layer))
+        self.choose(&what, in_place, |b| b.probe(layer))
     }
 
     /// What loading this checkpoint's experts would take; reads headers only.
@@ -418,33 +444,86 @@ impl Runtime {
         self.packed_cache.as_ref().map(|dir| PackedCache::new(dir, source))
     }
 
-    /// The plan, and the placement that it is of, without the devices' plans.
+    /// The plan, and what it is of.
     fn plan_beside(
         &self,
         source: &dyn WeightSource,
         options: &LoadOptions,
         cache: Option<&PackedCache>,
-    ) -> Result<(Plan, Devices)> {
-        // Elsewhere packed experts are copied out of the cache, to the memory of their nodes.
-        let cache = cache.filter(|_| !self.team.wants_memory_near());
+    ) -> Result<(Plan, Planned)> {
         let tokens = options.batch_tokens.unwrap_or(self.pass_tokens).min(self.pass_tokens);
-        let reads = |i: usize, proj| source.reads(&source.layers()[i], proj);
-        let mut layers = self.plan_layers(source.layers(), cache, reads, &options.placement, tokens)?;
         let limits = match self.memory_limit {
             Some(bytes) => vec![Available::limited(bytes)],
             None => memory_limits(),
         };
-        let (scratch_per_token, load_per_thread) = (layers.scratch_bytes_per_token, layers.load_bytes_per_thread);
+        let layers = source.layers();
+        let draft = |from: usize| self.draft(source, options, cache, tokens, &limits, from);
+        let (mut plan, mut planned) = draft(if self.in_place { 0 } else { layers.len() })?;
+        if !self.in_place && plan.verdict() != Verdict::Fits {
+            let (smallest, of) = draft(0)?;
+            let verdict = smallest.verdict();
+            if verdict < plan.verdict() || smallest.need_bytes() < plan.need_bytes() && verdict == Verdict::Refuse {
+                // What there is room for is packed, the first layers first.
+                let fits = |from| draft(from).is_ok_and(|(plan, _)| plan.verdict() == verdict);
+                let more = plan.need_bytes();
+                (plan, planned) = match largest(layers.len(), fits).filter(|_| verdict != Verdict::Refuse) {
+                    None => (smallest, of),
+                    Some(from) => draft(from)?,
+                };
+                plan.notes.push(format!(
+                    "for want of memory, experts from layer {} on are used in place where they can be; packed they would be faster for \
+                     few tokens, and {} be needed",
+                    layers[planned.in_place_from].index,
+                    human_bytes(more)
+                ));
+            }
+        }
+        if plan.verdict() != Verdict::Fits {
+            self.offer_formats(&mut plan, source, tokens, &options.placement);
+            let with = |tokens, threads| Plan {
+                scratch_bytes: scratch_bytes(planned.scratch_bytes_per_token, tokens, threads),
+                load_bytes: planned.load_bytes_per_thread * threads as u64,
+                ..plan.clone()
+            };
+            let better = |p: &Plan| p.verdict() < plan.verdict();
+            let passes = largest(tokens, |n| better(&with(n, self.threads())));
+            let threads = largest(self.threads(), |n| better(&with(tokens, n)));
+            let offers = [
+                passes.map(|n| (Change::PassTokens(n), with(n, self.threads()))),
+                threads.map(|n| (Change::Threads(n), with(tokens, n))),
+            ];
+            for (change, other) in offers.into_iter().flatten() {
+                plan.offer(change, other.need_bytes(), other.verdict());
+            }
+            plan.offer_memory();
+        }
+        Ok((plan, planned))
+    }
+
+    /// The plan without remedies, with weights in place wherever they can be from this layer on.
+    fn draft(
+        &self,
+        source: &dyn WeightSource,
+        options: &LoadOptions,
+        cache: Option<&PackedCache>,
+        tokens: usize,
+        limits: &[Available],
+        in_place_from: usize,
+    ) -> Result<(Plan, Planned)> {
+        // Elsewhere packed experts are copied out of the cache, to the memory of their nodes.
+        let cache = cache.filter(|_| !self.team.wants_memory_near());
+        let reads = |i: usize, proj| source.reads(&source.layers()[i], proj);
+        let mut layers = self.plan_layers(source.layers(), cache, reads, &options.placement, tokens, in_place_from)?;
         let mut plan = Plan {
-            scratch_bytes: layers.scratch_bytes(tokens, self.threads()),
-            load_bytes: layers.load_bytes_per_thread * self.threads() as u64,
-            layers: layers.plans,
+            scratch_bytes: scratch_bytes(layers.planned.scratch_bytes_per_token, tokens, self.threads()),
+            load_bytes: layers.planned.load_bytes_per_thread * self.threads() as u64,
+            layers: std::mem::take(&mut layers.plans),
             placement: options.placement.policy.to_string(),
-            devices: std::mem::take(&mut layers.devices.plans),
+            devices: std::mem::take(&mut layers.planned.devices.plans),
             extra: options.extra.clone(),
             held_bytes: held_memory(),
             available: limits[0].clone(),
-            limits,
+            limits: limits.to_vec(),
             nodes: Vec::new(),
             notes: self.notes(),
             remedies: Vec::new(),
@@ -456,12 +535,13 @@ impl Runtime {
                 shares.iter().map(|s| (s.node, (packed * s.threads as u128 / threads) as u64)).collect()
             }
         };
-        if layers.devices.transfer_bytes > 0 {
-            let bytes = layers.devices.transfer_bytes;
+        let devices = &layers.planned.devices;
+        if devices.transfer_bytes > 0 {
+            let bytes = devices.transfer_bytes;
             plan.extra.push(Extra::new("inputs and outputs on their way to devices and back", Kind::Working, bytes));
         }
-        if layers.devices.stream_bytes > 0 {
-            plan.extra.push(Extra::new("uploads of streamed layers", Kind::Working, layers.devices.stream_bytes));
+        if devices.stream_bytes > 0 {
+            plan.extra.push(Extra::new("uploads of streamed layers", Kind::Working, devices.stream_bytes));
             plan.notes.push(format!(
                 "streamed layers are read from the checkpoint each time: {} that do not stay in the page cache come from disk",
                 human_bytes(source.layers().iter().map(|l| l.expert_bytes() * l.experts as u64).sum())
@@ -477,26 +557,7 @@ impl Runtime {
                 ));
             }
         }
-        if plan.verdict() != Verdict::Fits {
-            self.offer_formats(&mut plan, source, tokens, &options.placement);
-            let with = |tokens, threads| Plan {
-                scratch_bytes: scratch_bytes(scratch_per_token, tokens, threads),
-                load_bytes: load_per_thread * threads as u64,
-                ..plan.clone()
-            };
-            let better = |p: &Plan| p.verdict() < plan.verdict();
-            let passes = largest(tokens, |n| better(&with(n, self.threads())));
-            let threads = largest(self.threads(), |n| better(&with(tokens, n)));
-            let offers = [
-                passes.map(|n| (Change::PassTokens(n), with(n, self.threads()))),
-                threads.map(|n| (Change::Threads(n), with(tokens, n))),
-            ];
-            for (change, other) in offers.into_iter().flatten() {
-                plan.offer(change, other.need_bytes(), other.verdict());
-            }
-            plan.offer_memory();
-        }
-        Ok((plan, layers.devices))
+        Ok((plan, layers.planned))
     }
 
     fn plan_layers(
@@ -507,12 +568,15 @@ impl Runtime {
         reads: impl Fn(usize, Proj) -> Reads,
         options: &PlacementOptions,
         tokens: usize,
+        in_place_from: usize,
     ) -> Result<LayerPlans> {
-        let mut all = LayerPlans { devices: self.place(specs, options, tokens)?, ..LayerPlans::default() };
+        let devices = self.place(specs, options, tokens)?;
+        let mut all = Planned { devices, in_place_from, ..Planned::default() };
+        let mut plans = Vec::with_capacity(specs.len());
         for (i, layer) in specs.iter().enumerate() {
             let placed = &all.devices.placement.layers()[i];
             let experts = placed.experts(0);
-            let (backend, mut fit, declined) = match self.choose_for(layer) {
+            let (backend, mut fit, declined) = match self.choose_for(layer, i >= in_place_from) {
                 Ok(Choice { backend, fit, declined }) => {
                     (Some(backend), fit.of_experts(experts.len(), layer.experts), declined)
                 }
@@ -536,7 +600,7 @@ impl Runtime {
             // What is used in place is read, and made, as ever.
             let mut reads = Proj::ALL.map(|proj| reads(i, proj));
             let used_in_place = fit.mapped_bytes;
-            if cache.zip(backend).is_some_and(|(cache, backend)| backend.is_cached(layer, &experts, cache)) {
+            if cache.zip(backend.as_ref()).is_some_and(|(cache, backend)| backend.is_cached(layer, &experts, cache)) {
                 if fit.mapped_bytes == 0 {
                     reads = [Reads::default(); 3];
                 }
@@ -561,7 +625,7 @@ impl Runtime {
             let [token, row] = &mut all.scratch_bytes_per_token;
             *token = (*token).max(fit.scratch_bytes_per_token + (4 + 1) * layer.hidden as u64);
             *row = (*row).max(4 * 256 * 4 + 2 * input);
-            all.plans.push(LayerPlan {
+            plans.push(LayerPlan {
                 index: layer.index,
                 experts: layer.experts,
                 format: layer.format_label(),
@@ -572,13 +636,13 @@ impl Runtime {
                 },
                 copied_bytes: used_in_place.min(copied * experts.len() as u64),
                 bias_bytes: if layer.biases { biases * experts.len() as u64 } else { 0 },
-                backend: backend.map_or("none", |b| b.name()).into(),
+                backend: backend.map_or("none".into(), |b| b.name().into()),
                 fit,
                 declined,
                 on_devices: on_devices.into_iter().map(|(on, _)| on).filter(|on| on.experts > 0).collect(),
             });
         }
-        Ok(all)
+        Ok(LayerPlans { plans, planned: all })
     }
 
     /// The backend of a device, and what it says of it.
@@ -692,13 +756,14 @@ impl Runtime {
                     false => Reads { copied_bytes: format.stored_bytes(rows, cols), ..own },
                 }
             };
-            let Some(layers) = specs.and_then(|specs| self.plan_layers(&specs, None, reads, placement, tokens).ok())
+            let Some(layers) =
+                specs.and_then(|specs| self.plan_layers(&specs, None, reads, placement, tokens, specs.len()).ok())
             else {
                 continue;
             };
             let other = Plan {
-                scratch_bytes: layers.scratch_bytes(tokens, self.threads()),
-                load_bytes: layers.load_bytes_per_thread * self.threads() as u64,
+                scratch_bytes: scratch_bytes(layers.planned.scratch_bytes_per_token, tokens, self.threads()),
+                load_bytes: layers.planned.load_bytes_per_thread * self.threads() as u64,
                 layers: layers.plans,
                 ..plan.clone()
             };
@@ -757,7 +822,7 @@ impl Runtime {
     ) -> Result<Experts> {
         let _span = tracing::info_span!("load", path = %source.path().display(), threads = self.threads()).entered();
         let cache = self.cache_of(source).map(Arc::new);
-        let (plan, devices) = self.plan_beside(source, &options, cache.as_deref())?;
+        let (plan, Planned { devices, in_place_from, .. }) = self.plan_beside(source, &options, cache.as_deref())?;
         if plan.verdict() == Verdict::Refuse {
             return Err(Error::Memory(Box::new(plan)));
         }
@@ -791,9 +856,9 @@ impl Runtime {
                 }
                 let (backend, fit) = match place.checked_sub(1).map(|d| d as usize) {
                     None => {
-                        let choice =
-                            tracing::info_span!("placement", layer = spec.index).in_scope(|| self.choose_for(spec))?;
-                        (choice.backend.clone(), choice.fit)
+                        let choice = tracing::info_span!("placement", layer = spec.index)
+                            .in_scope(|| self.choose_for(spec, i >= in_place_from))?;
+                        (choice.backend, choice.fit)
                     }
                     Some(d) => match &devices.fits[d][i] {
                         Some(fit) => (devices.backends[d].clone(), fit.clone()),
@@ -897,8 +962,9 @@ impl Runtime {
         self.choose_linear(format, rows, cols).map(|c| c.fit)
     }
 
-    fn choose_linear(&self, format: Format, rows: usize, cols: usize) -> Result<Choice<'_>> {
-        self.choose(&format!("a {format} matrix [{rows}, {cols}]"), |b| b.probe_linear(format, rows, cols))
+    fn choose_linear(&self, format: Format, rows: usize, cols: usize) -> Result<Choice> {
+        let what = format!("a {format} matrix [{rows}, {cols}]");
+        self.choose(&what, self.in_place, |b| b.probe_linear(format, rows, cols))
     }
 }
 

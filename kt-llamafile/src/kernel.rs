@@ -13,12 +13,17 @@ use kt_core::{Format, Matrix, Unsupported};
 use crate::blocks::{Iq1M, Iq1S, Iq2S, Iq2Xs, Iq2Xxs, Iq3S, Iq3Xxs};
 use crate::layout::{self, PANEL, packed_layout};
 use crate::lines::{
-    FiveBits, Half, HalfPower, Iq4, NibblesWithMinima, Signed, SignedPairs, SixBits, ThreeBits, TwoBits, WithMinima,
+    FiveBits, Half, HalfPower, Iq1Codes, Iq2Codes, Iq3SCodes, Iq3XxsCodes, Iq4, NibblesWithMinima, Signed, SignedPairs,
+    SixBits, ThreeBits, TwoBits, WithMinima,
 };
 
 /// Products of GGUF blocks, by the best instructions of this CPU. Holding a value proves that the CPU has them.
 #[derive(Debug, Clone, Copy)]
-pub struct Llamafile(Avx);
+pub struct Llamafile {
+    avx: Avx,
+    /// Blocks of IQ1, IQ2 and IQ3 are used as the file has them: less memory, several times slower for few rows.
+    in_place: bool,
+}
 
 impl Llamafile {
     /// The best instructions of this CPU up to `cap`, from AVX2 to AVX-512 with VNNI: those above do nothing for these formats.
@@ -26,13 +31,29 @@ impl Llamafile {
     /// # Errors
     /// Which CPU features are missing, or that `cap` excludes all of these.
     pub fn detect(cap: Tier) -> Result<Self, Unsupported> {
-        Avx::detect(cap.min(Tier::Avx512Vnni)).map(Llamafile)
+        let avx = Avx::detect(cap.min(Tier::Avx512Vnni))?;
+        Ok(Llamafile { avx, in_place: false })
+    }
+
+    /// Whether it uses blocks of this type as the file has them.
+    pub fn uses_in_place(self, format: Format) -> bool {
+        self.in_place
+            && matches!(
+                format,
+                Format::Iq1S
+                    | Format::Iq1M
+                    | Format::Iq2Xxs
+                    | Format::Iq2Xs
+                    | Format::Iq2S
+                    | Format::Iq3Xxs
+                    | Format::Iq3S
+            )
     }
 }
 
 impl Kernel for Llamafile {
     fn tier(self) -> Tier {
-        self.0.tier()
+        self.avx.tier()
     }
 
     fn accepts(self, format: Format, _rows: usize, _cols: usize) -> Result<(InputLayout, &'static str), Unsupported> {
@@ -57,13 +78,21 @@ impl Kernel for Llamafile {
                 )));
             }
         };
-        let how =
-            if vnni { "VNNI, blocks repacked by 16 outputs" } else { "vpmaddubsw, blocks repacked by 16 outputs" };
+        let how = match (vnni, self.uses_in_place(format)) {
+            (true, false) => "VNNI, blocks repacked by 16 outputs",
+            (true, true) => "VNNI, blocks in place, decoded for each product",
+            (false, false) => "vpmaddubsw, blocks repacked by 16 outputs",
+            (false, true) => "vpmaddubsw, blocks in place, decoded for each product",
+        };
         Ok((InputLayout::Int8 { group, sums }, how))
     }
 
     fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize> {
-        (!in_place(format)).then(|| rows.div_ceil(PANEL) * packed_layout(format, cols).panel_bytes)
+        (!self.uses_in_place(format)).then(|| rows.div_ceil(PANEL) * packed_layout(format, cols).panel_bytes)
+    }
+
+    fn in_place(self) -> Self {
+        Llamafile { in_place: true, ..self }
     }
 
     fn layout_version(self) -> u32 {
@@ -75,15 +104,15 @@ impl Kernel for Llamafile {
     }
 
     fn pack_input(self, layout: InputLayout, x: &[f32], out: &mut [u8]) {
-        self.0.pack_input(layout, x, out);
+        self.avx.pack_input(layout, x, out);
     }
 
     fn activate(self, rule: Activation, gate: &mut [f32], up: &[f32]) {
-        self.0.activate(rule, gate, up);
+        self.avx.activate(rule, gate, up);
     }
 
     fn add(self, weight: f32, y: &[f32], out: &mut [f32]) {
-        self.0.add(weight, y, out);
+        self.avx.add(weight, y, out);
     }
 
     fn product(
@@ -94,16 +123,8 @@ impl Kernel for Llamafile {
         out: &mut [f32],
         scratch: &mut Scratch,
     ) {
-        self.0.run(OfBlocks(Product { outputs, inputs, rows, out, scratch }));
+        self.avx.run(OfBlocks(Product { outputs, inputs, rows, out, scratch }));
     }
-}
-
-/// Whether blocks are used as the file has them.
-fn in_place(format: Format) -> bool {
-    matches!(
-        format,
-        Format::Iq1S | Format::Iq1M | Format::Iq2Xxs | Format::Iq2Xs | Format::Iq2S | Format::Iq3Xxs | Format::Iq3S
-    )
 }
 
 /// A product of blocks, for what runs jobs: weights as [`Llamafile`] packs them, or in place, with inputs as it wants them.
@@ -112,6 +133,18 @@ pub struct OfBlocks<'a>(pub Product<'a>);
 impl Job for OfBlocks<'_> {
     fn go<I: Isa>(self, isa: I) {
         let (p, isa) = (self.0, isa.for_int8());
+        if p.outputs.of.matrix().is_some() {
+            return match p.outputs.of.format() {
+                Format::Iq1S => p.decoded::<_, Iq1S, 32>(isa),
+                Format::Iq1M => p.decoded::<_, Iq1M, 16>(isa),
+                Format::Iq2Xxs => p.decoded::<_, Iq2Xxs, 32>(isa),
+                Format::Iq2Xs => p.decoded::<_, Iq2Xs, 16>(isa),
+                Format::Iq2S => p.decoded::<_, Iq2S, 16>(isa),
+                Format::Iq3Xxs => p.decoded::<_, Iq3Xxs, 32>(isa),
+                Format::Iq3S => p.decoded::<_, Iq3S, 32>(isa),
+                other => unreachable!("{other} is repacked"),
+            };
+        }
         match p.outputs.of.format() {
             Format::Q8_0 => p.on::<_, Ints<Bytes<0>, Half<false>, 32, 32>>(isa, packed_layout),
             Format::Q4_0 => p.on::<_, Ints<Nibbles, Half<false>, 32, 32>>(isa, packed_layout),
@@ -125,15 +158,14 @@ impl Job for OfBlocks<'_> {
             Format::Q4K => p.on::<_, Ints<Nibbles, WithMinima, 32, 32>>(isa, packed_layout),
             Format::Q5K => p.on::<_, Ints<FiveBits, WithMinima, 32, 32>>(isa, packed_layout),
             Format::Q6K => p.on::<_, Ints<SixBits, SignedPairs, 16, BLOCK>>(isa, packed_layout),
-            Format::Iq4Xs => p.on::<_, Ints<Iq4, Signed, 32, 32>>(isa, packed_layout),
+            Format::Iq4Xs => p.on::<_, Ints<Iq4, Signed<1>, 32, 32>>(isa, packed_layout),
             Format::Tq1_0 | Format::Tq2_0 => p.on::<_, Ints<TwoBits, Half<false>, 32, 128>>(isa, packed_layout),
-            Format::Iq1S => p.decoded::<_, Iq1S, 32>(isa),
-            Format::Iq1M => p.decoded::<_, Iq1M, 16>(isa),
-            Format::Iq2Xxs => p.decoded::<_, Iq2Xxs, 32>(isa),
-            Format::Iq2Xs => p.decoded::<_, Iq2Xs, 16>(isa),
-            Format::Iq2S => p.decoded::<_, Iq2S, 16>(isa),
-            Format::Iq3Xxs => p.decoded::<_, Iq3Xxs, 32>(isa),
-            Format::Iq3S => p.decoded::<_, Iq3S, 32>(isa),
+            Format::Iq1S => p.on::<_, Ints<Iq1Codes, Signed<8>, 32, 32>>(isa, packed_layout),
+            Format::Iq1M => p.on::<_, Ints<Iq1Codes, Signed<8>, 16, 16>>(isa, packed_layout),
+            Format::Iq2Xxs => p.on::<_, Ints<Iq2Codes, Signed<8>, 32, 32>>(isa, packed_layout),
+            Format::Iq2Xs | Format::Iq2S => p.on::<_, Ints<Iq2Codes, Signed<8>, 16, 16>>(isa, packed_layout),
+            Format::Iq3Xxs => p.on::<_, Ints<Iq3XxsCodes, Signed<4>, 32, 32>>(isa, packed_layout),
+            Format::Iq3S => p.on::<_, Ints<Iq3SCodes, Signed<1>, 32, 32>>(isa, packed_layout),
             other => unreachable!("{other} was never accepted"),
         }
     }

@@ -7,13 +7,13 @@
 //! group    first step of plane 0 | plane 1 | other steps of plane 0                              what the second table has as a group
 //! plane    steps of 8 columns of a group
 //!
-//! Q3_K and Q6_K have plane 1 of all groups behind all blocks.
+//! Codes of three and of six bits have plane 1 of all groups behind all blocks.
 //!
 //! operand  64 bytes: the code of column k + i (i in 0..4) of output o is byte 4 * o + i
 //! step     operand A (columns 0..4) and operand B (columns 4..8), their bits spread over the planes
 //! ```
 //!
-//! The codes are unsigned, as the readers of `kt_core::format::ggml` give them; those of Q8_0 are 128 more than their values. A plane
+//! Codes are unsigned, as the readers of `kt_core::format::ggml` give them; those of Q8_0 are 128 more than their values. A plane
 //! holds some bits of every code, so many bytes a step:
 //!
 //! | bits | bytes a step | where they are |
@@ -39,7 +39,13 @@
 //! | Q4_K | 4 bits | none | 32 columns: 16 U8 scales, 16 U8 minima | as Q2_K |
 //! | Q5_K | low 4 bits | bit 4 | as Q4_K | as Q2_K |
 //! | Q6_K | low 4 bits | bits 4 and 5 | as Q3_K | as Q3_K |
-//! | IQ4_XS | 4 bits | none | 32 columns: 16 I8 scales | as Q3_K |
+//! | IQ4_XS, IQ3_XXS, IQ3_S | 4 bits | none | 32 columns: 16 I8 scales | as Q3_K |
+//! | IQ2_XXS, IQ1_S | low 2 bits | bit 2 | as IQ4_XS | as Q3_K |
+//! | IQ2_XS, IQ2_S, IQ1_M | low 2 bits | bit 2 | as Q3_K | as Q3_K |
+//!
+//! Codes of IQ1, IQ2 and IQ3 are places among the few values that coordinates of their points have, with signs (`lines.rs`): the points
+//! themselves take fewer bytes, and more instructions than the bytes saved are worth (`PERFORMANCE.md`). Memory may be worth them, so a kernel
+//! may leave these types in the file too (`blocks.rs`).
 //!
 //! An unpacked operand is one of `vpdpbusd`. Records lie in the order of their columns, and F16 numbers keep their bits, so that nothing
 //! is rounded. What pads outputs and columns is zero in every part, which adds nothing to a product: scales and minima are
@@ -52,6 +58,8 @@ use kt_avx512::engine::{LINE, Layout, Parts};
 use kt_core::cpu::input::BLOCK;
 use kt_core::format::ggml;
 use kt_core::{Format, Matrix};
+
+use crate::lines::{IQ1_FLIP, IQ1_VALUES, IQ2_FLIP, IQ2_VALUES, IQ3_FLIP, IQ3_S_VALUES, IQ3_XXS_VALUES};
 
 /// The version of everything said above. Packed weights are kept on disk with it: raise it with any change of the bytes.
 pub(crate) const VERSION: u32 = 4;
@@ -71,6 +79,13 @@ pub(crate) const PACKED: &[(&str, u64)] = &[
     ("Q3_K", 0x2b8eed52c3fe72df),
     ("IQ4_NL", 0xae90ee4d0a4b4453),
     ("IQ4_XS", 0xb05782f950b34bbc),
+    ("IQ2_XXS", 0x0b23ab2dcd798ab1),
+    ("IQ2_XS", 0xa10a3f25d8aeb381),
+    ("IQ2_S", 0xc0ad642dfcd0f614),
+    ("IQ3_XXS", 0xeb13ae4717c8e827),
+    ("IQ3_S", 0x4bfa65a19c0a0c58),
+    ("IQ1_S", 0x8dc8d0f90d42a5e5),
+    ("IQ1_M", 0x2931804fbae00b13),
     ("TQ1_0", 0xd9efbebf95b9e04f),
     ("TQ2_0", 0xcdfc4d2b4f56a355),
     ("MXFP4-ggml", 0x59e1f0c3bfca2ae9),
@@ -129,10 +144,14 @@ fn shape(format: Format) -> Shape {
         Format::Q4K => ([4, 0], 32, PANEL * 2, HALVES * 2),
         Format::Q5K => ([4, 1], 32, PANEL * 2, HALVES * 2),
         Format::Q6K => ([4, 2], 16, PANEL, HALVES),
-        Format::Iq4Xs => ([4, 0], 32, PANEL, HALVES),
+        Format::Iq4Xs | Format::Iq3Xxs | Format::Iq3S => ([4, 0], 32, PANEL, HALVES),
+        Format::Iq2Xxs | Format::Iq1S => ([2, 1], 32, PANEL, HALVES),
+        Format::Iq2Xs | Format::Iq2S | Format::Iq1M => ([2, 1], 16, PANEL, HALVES),
         other => panic!("{other} is not repacked"),
     };
-    Shape { planes, apart: matches!(format, Format::Q3K | Format::Q6K), group, record, super_record }
+    // Of three and six bits; see `lines.rs`.
+    let apart = matches!(planes, [2, 1] | [4, 2]);
+    Shape { planes, apart, group, record, super_record }
 }
 
 /// Packs rows `rows` of `matrix` into `out`, which is zeroed and has a whole panel for every 16 outputs or part of them.
@@ -218,8 +237,73 @@ fn codes(format: Format, blocks: &[u8]) -> [u8; TILE] {
         Format::Iq4Xs => ggml::iq4_xs_codes(part(blocks, 0)),
         Format::Tq1_0 => ggml::tq1_0_codes(part(blocks, 0)),
         Format::Tq2_0 => ggml::bit_pairs(part(blocks, 0)),
+        Format::Iq1S => of_points(&ggml::iq1_s_points(part(blocks, 0)), &IQ1_CODES, IQ1_FLIP),
+        Format::Iq1M => of_points(&ggml::iq1_m_points(part(blocks, 0)), &IQ1_CODES, IQ1_FLIP),
+        Format::Iq2Xxs => of_points(&ggml::iq2_xxs_points(part(blocks, 0)), &IQ2_XXS_CODES, IQ2_FLIP),
+        Format::Iq2Xs => of_points(&ggml::iq2_xs_points(part(blocks, 0)), &IQ2_XS_CODES, IQ2_FLIP),
+        Format::Iq2S => of_points(&ggml::iq2_s_points(part(blocks, 0)), &IQ2_S_CODES, IQ2_FLIP),
+        Format::Iq3Xxs => of_points(&ggml::iq3_xxs_points(part(blocks, 0)), &IQ3_XXS_CODES, IQ3_FLIP),
+        Format::Iq3S => of_points(&ggml::iq3_s_points(part(blocks, 0)), &IQ3_S_CODES, IQ3_FLIP),
         _ => [0; TILE],
     }
+}
+
+/// The codes of a grid's points: where `times * coordinate + plus` is among `values`.
+const fn coded<const COLS: usize, const N: usize>(
+    grid: &[[i8; COLS]; N],
+    (times, plus): (i8, i8),
+    values: &[i8],
+) -> [[u8; COLS]; N] {
+    let mut codes = [[0; COLS]; N];
+    let mut i = 0;
+    while i < N * COLS {
+        let value = times * grid[i / COLS][i % COLS] + plus;
+        let mut code = 0;
+        while values[code] != value {
+            code += 1;
+        }
+        codes[i / COLS][i % COLS] = code as u8;
+        i += 1;
+    }
+    codes
+}
+
+static IQ1_CODES: [[u8; 8]; 2048] = coded(&ggml::IQ1_GRID, (8, 1), &IQ1_VALUES);
+static IQ2_XXS_CODES: [[u8; 8]; 256] = coded(&ggml::IQ2_XXS_GRID, (1, 0), &IQ2_VALUES);
+static IQ2_XS_CODES: [[u8; 8]; 512] = coded(&ggml::IQ2_XS_GRID, (1, 0), &IQ2_VALUES);
+static IQ2_S_CODES: [[u8; 8]; 1024] = coded(&ggml::IQ2_S_GRID, (1, 0), &IQ2_VALUES);
+static IQ3_XXS_CODES: [[u8; 4]; 256] = coded(&ggml::IQ3_XXS_GRID, (1, 0), &IQ3_XXS_VALUES);
+static IQ3_S_CODES: [[u8; 4]; 512] = coded(&ggml::IQ3_S_GRID, (1, 0), &IQ3_S_VALUES);
+
+/// Eight bytes of zeros, or of ones where the bit is set, for each byte.
+static SPREAD: [u64; 256] = {
+    let mut spread = [0; 256];
+    let mut i = 0;
+    while i < 256 * 8 {
+        if (i / 8) >> (i % 8) & 1 != 0 {
+            spread[i / 8] |= 0xff << (i % 8 * 8);
+        }
+        i += 1;
+    }
+    spread
+};
+
+/// The codes of points, with `flip` flipped where a column's bit is set.
+#[inline(always)]
+fn of_points<const G: usize, const N: usize, const COLS: usize>(
+    points: &ggml::Points<G, N>,
+    codes: &[[u8; COLS]],
+    flip: u8,
+) -> [u8; TILE] {
+    let mut out = [0; TILE];
+    for (out, &point) in out.as_chunks_mut().0.iter_mut().zip(&points.points) {
+        *out = codes[point as usize];
+    }
+    for (out, &bits) in out.as_chunks_mut().0.iter_mut().zip(&points.bits) {
+        let flip = u64::from_le_bytes([flip; 8]) & SPREAD[bits as usize];
+        *out = (u64::from_le_bytes(*out) ^ flip).to_le_bytes();
+    }
+    out
 }
 
 /// The codes of blocks of 32 columns, one block after another.
@@ -283,6 +367,34 @@ fn put_scales(format: Format, block: &[u8], o: usize, groups: &mut [u8], super_r
         }
         Format::Iq4Xs => {
             put_each(&ggml::iq4_xs_scales(part(block, 2)).map(|s| s as u8), o, groups);
+            halves(0, 0, super_record);
+        }
+        Format::Iq1S => {
+            put_each(&ggml::iq1_s_points(part(block, 0)).scales, o, groups);
+            halves(0, 0, super_record);
+        }
+        Format::Iq1M => {
+            put_each(&ggml::iq1_m_points(part(block, 0)).scales, o, groups);
+            super_record[o * 2..][..2].copy_from_slice(&ggml::iq1_m_scale_bits(part(block, 0)).to_le_bytes());
+        }
+        Format::Iq2Xxs => {
+            put_each(&ggml::iq2_xxs_points(part(block, 0)).scales, o, groups);
+            halves(0, 0, super_record);
+        }
+        Format::Iq2Xs => {
+            put_each(&ggml::iq2_xs_points(part(block, 0)).scales, o, groups);
+            halves(0, 0, super_record);
+        }
+        Format::Iq2S => {
+            put_each(&ggml::iq2_s_points(part(block, 0)).scales, o, groups);
+            halves(0, 0, super_record);
+        }
+        Format::Iq3Xxs => {
+            put_each(&ggml::iq3_xxs_points(part(block, 0)).scales, o, groups);
+            halves(0, 0, super_record);
+        }
+        Format::Iq3S => {
+            put_each(&ggml::iq3_s_points(part(block, 0)).scales, o, groups);
             halves(0, 0, super_record);
         }
         _ => {}
@@ -353,7 +465,7 @@ mod tests {
     use kt_core::format::float::f16_at;
     use kt_core::testing::Random;
 
-    const FORMATS: [Format; 15] = [
+    const FORMATS: [Format; 22] = [
         Format::Q8_0,
         Format::Q4_0,
         Format::Q4_1,
@@ -369,6 +481,13 @@ mod tests {
         Format::Iq4Xs,
         Format::Tq1_0,
         Format::Tq2_0,
+        Format::Iq1S,
+        Format::Iq1M,
+        Format::Iq2Xxs,
+        Format::Iq2Xs,
+        Format::Iq2S,
+        Format::Iq3Xxs,
+        Format::Iq3S,
     ];
 
     /// Shapes in units of a block's columns: less than a panel, whole panels, a part of one; odd and even numbers of 128 columns, whole
@@ -387,6 +506,10 @@ mod tests {
             }
             if format == Format::Mxfp4Ggml {
                 block[0] = random.below(255) as u8;
+            }
+            if format == Format::Iq1M {
+                let v = random.below(0x7c00) as u16 | (random.below(2) as u16) << 15;
+                ggml::iq1_m_pack_scale(v.to_le_bytes(), (&mut *block).try_into().unwrap());
             }
         }
         Matrix::new(format, rows, cols, bytes.into(), None).unwrap()
@@ -416,7 +539,7 @@ mod tests {
                 4 => byte(64, n) >> (is_b * 4) & 15,
                 2 => byte(32, n % 32) >> (is_b * 4 + n / 32 * 2) & 3,
                 // From the bit on that plane 0 ends with.
-                1 => byte(16, n % 16) >> ((if self.format == Format::Q3K { 2 } else { 4 } + is_b * 4 + n / 16) % 8) & 1,
+                1 => byte(16, n % 16) >> ((if self.is_apart() { 2 } else { 4 } + is_b * 4 + n / 16) % 8) & 1,
                 _ => 0,
             }
         }
@@ -425,7 +548,7 @@ mod tests {
             let (low, high) = match self.format {
                 Format::Q8_0 => (8, 0),
                 Format::Q2K | Format::Tq1_0 | Format::Tq2_0 => (2, 0),
-                Format::Q3K => (2, 1),
+                Format::Q3K | Format::Iq1S | Format::Iq1M | Format::Iq2Xxs | Format::Iq2Xs | Format::Iq2S => (2, 1),
                 Format::Q5_0 | Format::Q5_1 | Format::Q5K => (4, 1),
                 Format::Q6K => (4, 2),
                 _ => (4, 0),
@@ -442,7 +565,7 @@ mod tests {
                 ),
             };
             let (b, g, k) = (k / BLOCK, k % BLOCK / group, k % BLOCK % group);
-            if matches!(self.format, Format::Q3K | Format::Q6K) {
+            if self.is_apart() {
                 let plane = |bits: usize| b * bits * 256 + g * bits * group * 2;
                 let apart = front + self.layout.blocks * low * 256;
                 return self.bits(low, front + plane(low), o, k) | self.bits(high, apart + plane(high), o, k) << low;
@@ -451,6 +574,12 @@ mod tests {
             // All of plane 1 comes before the second step of plane 0.
             let plane_0 = first + if k < 8 { 0 } else { high * group * 2 };
             self.bits(low, plane_0, o, k) | self.bits(high, first + low * 16, o, k) << low
+        }
+
+        /// Whether plane 1 is behind all blocks.
+        fn is_apart(&self) -> bool {
+            use Format::*;
+            matches!(self.format, Q3K | Q6K | Iq1S | Iq1M | Iq2Xxs | Iq2Xs | Iq2S)
         }
 
         fn group_cols(&self) -> usize {
@@ -488,6 +617,15 @@ mod tests {
                 Format::Q3K => signed(group[o]) * minus(4),
                 Format::Q6K => signed(group[o]) * minus(32),
                 Format::Iq4Xs => signed(group[o]) * ggml::IQ4_VALUES[q] as f32,
+                Format::Iq1S | Format::Iq1M => signed(group[o]) * 0.125 * [-9.0, -7.0, -1.0, 1.0, 7.0, 9.0][q],
+                Format::Iq2Xxs | Format::Iq2Xs | Format::Iq2S => {
+                    signed(group[o]) * 0.125 * [8.0, 25.0, 43.0, f32::NAN, -8.0, -25.0, -43.0][q]
+                }
+                Format::Iq3Xxs => {
+                    let v = [62.0, 52.0, 44.0, 36.0, 28.0, 20.0, 12.0, 4.0];
+                    signed(group[o]) * 0.25 * if q < 8 { -v[q] } else { v[15 - q] }
+                }
+                Format::Iq3S => signed(group[o]) * (2 * q as i32 - 15) as f32,
                 other => panic!("{other}"),
             }
         }
@@ -635,6 +773,9 @@ mod tests {
         assert_eq!(bytes(Format::Q6K, 2048), 16 * 1536 + 16 * 128 + 32 * 8);
         assert_eq!(bytes(Format::Iq4Xs, 256), 16 * 128 + 16 * 8 + 64);
         assert_eq!(bytes(Format::Tq1_0, 768), 16 * 192 + 128);
+        assert_eq!(bytes(Format::Iq1S, 768), 16 * 288 + 16 * 24 + 128);
+        assert_eq!(bytes(Format::Iq2S, 768), 16 * 288 + 16 * 48 + 128);
+        assert_eq!(bytes(Format::Iq3Xxs, 2048), 16 * 1024 + 16 * 64 + 256);
         for format in FORMATS {
             for blocks in 1..20 {
                 let layout = packed_layout(format, blocks * format.block_cols());

@@ -56,41 +56,87 @@ codes!(
     SixBits, [LINE, 32], apart: true, 8, |isa, at| isa.with_bit_pairs(Nibbles::operands(isa, (), at), at[1])
 );
 
-/// The values of IQ4 codes plus 128, in each 16 bytes.
-static IQ4_TABLE: [u8; 64] = {
-    let mut t = [0; 64];
+/// What codes of IQ1 stand for: eight times a coordinate, and one more or less.
+pub const IQ1_VALUES: [i8; 6] = [-9, -7, -1, 1, 7, 9];
+/// The bit that makes one more one less.
+pub const IQ1_FLIP: u8 = 1;
+/// What codes of IQ2 stand for: coordinates of its grids, and the same negated.
+pub const IQ2_VALUES: [i8; 7] = [8, 25, 43, 0, -8, -25, -43];
+/// The bit that negates.
+pub const IQ2_FLIP: u8 = 4;
+/// As [`IQ2_VALUES`], of IQ3_XXS.
+pub const IQ3_XXS_VALUES: [i8; 16] = [-62, -52, -44, -36, -28, -20, -12, -4, 4, 12, 20, 28, 36, 44, 52, 62];
+/// As [`IQ2_VALUES`], of IQ3_S.
+pub const IQ3_S_VALUES: [i8; 16] = [-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15];
+/// The bits that negate, of both.
+pub const IQ3_FLIP: u8 = 15;
+
+/// Values plus 128, in each 16 bytes; what no code stands for is zero.
+const fn table(values: &[i8]) -> [u8; LINE] {
+    let mut t = [0; LINE];
     let mut i = 0;
-    while i < 64 {
-        t[i] = (IQ4_VALUES[i % 16] as i32 + 128) as u8;
+    while i < LINE {
+        if i % 16 < values.len() {
+            t[i] = values[i % 16] as u8 ^ 0x80;
+        }
         i += 1;
     }
     t
-};
-
-/// Nibbles that stand for [`IQ4_VALUES`].
-#[derive(Clone, Copy)]
-pub struct Iq4;
-
-impl Lines for Iq4 {
-    const OPERANDS: usize = 2;
-    type Table<I: Isa> = I::Int;
-    #[inline(always)]
-    fn table<I: Isa>(isa: I) -> I::Int {
-        // SAFETY: 64 bytes.
-        unsafe { isa.load(IQ4_TABLE.as_ptr()) }
-    }
-    #[inline(always)]
-    unsafe fn operands<I: Isa>(isa: I, table: I::Int, at: [*const u8; 2]) -> [I::Int; 2] {
-        // SAFETY: a line, by the caller's promise.
-        let [low, high] = unsafe { Nibbles::operands(isa, (), at) };
-        [isa.lookup(table, low), isa.lookup(table, high)]
-    }
 }
 
-impl Codes for Iq4 {
-    const SPAN: usize = 0;
-    type Unpacked = Bytes<0>;
+/// Defines codes that are unpacked as others are, and stand for values of a table.
+macro_rules! looked_up {
+    ($(#[$doc:meta])* $name:ident, $values:expr, as $codes:ty) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy)]
+        pub struct $name;
+
+        impl Lines for $name {
+            const OPERANDS: usize = 2;
+            const PLANES: [usize; 2] = <$codes>::PLANES;
+            const APART: bool = <$codes>::APART;
+            type Table<I: Isa> = I::Int;
+            #[inline(always)]
+            fn table<I: Isa>(isa: I) -> I::Int {
+                static TABLE: [u8; LINE] = table(&$values);
+                // SAFETY: 64 bytes.
+                unsafe { isa.load(TABLE.as_ptr()) }
+            }
+            #[inline(always)]
+            unsafe fn operands<I: Isa>(isa: I, table: I::Int, at: [*const u8; 2]) -> [I::Int; 2] {
+                // SAFETY: the bytes of a step in both planes, by the caller's promise.
+                let [a, b] = unsafe { <$codes>::operands(isa, (), at) };
+                [isa.lookup(table, a), isa.lookup(table, b)]
+            }
+        }
+
+        impl Codes for $name {
+            const SPAN: usize = 0;
+            type Unpacked = Bytes<0>;
+        }
+    };
 }
+
+looked_up!(
+    /// Nibbles that stand for [`IQ4_VALUES`].
+    Iq4, IQ4_VALUES, as Nibbles
+);
+looked_up!(
+    /// Nibbles that stand for [`IQ3_XXS_VALUES`].
+    Iq3XxsCodes, IQ3_XXS_VALUES, as Nibbles
+);
+looked_up!(
+    /// Nibbles that stand for [`IQ3_S_VALUES`].
+    Iq3SCodes, IQ3_S_VALUES, as Nibbles
+);
+looked_up!(
+    /// Three bits that stand for [`IQ2_VALUES`].
+    Iq2Codes, IQ2_VALUES, as ThreeBits
+);
+looked_up!(
+    /// Three bits that stand for [`IQ1_VALUES`].
+    Iq1Codes, IQ1_VALUES, as ThreeBits
+);
 
 /// F16 `d`; with `M`, F16 `m` as well, which is added.
 #[derive(Clone, Copy)]
@@ -127,18 +173,19 @@ impl Scale for HalfPower {
     }
 }
 
-/// I8 scales times F16 `d`.
+/// I8 scales times F16 `d`, over `OVER`, a power of two.
 #[derive(Clone, Copy)]
-pub struct Signed;
+pub struct Signed<const OVER: u32>;
 
-impl Scale for Signed {
+impl<const OVER: u32> Scale for Signed<OVER> {
     const RECORD: usize = PANEL;
     const SUPER: usize = PANEL * 2;
     const OUTPUTS: bool = false;
     #[inline(always)]
     unsafe fn load<I: Isa>(isa: I, record: *const u8, above: *const u8) -> I::Flt {
         // SAFETY: readable by the caller's promise.
-        unsafe { isa.mul(isa.to_f32(isa.load_i8(record)), isa.load_f16(above)) }
+        let scale = unsafe { isa.mul(isa.to_f32(isa.load_i8(record)), isa.load_f16(above)) };
+        if const { OVER == 1 } { scale } else { isa.mul(scale, isa.splat_f32(1.0 / OVER as f32)) }
     }
 }
 

@@ -41,6 +41,17 @@ fn kernels() -> Vec<Llamafile> {
     kernels
 }
 
+/// The kernels of this CPU, and for a type that may be in place those that leave it there.
+fn kernels_of(format: Format) -> Vec<Llamafile> {
+    let both = |k: Llamafile| [Some(k), Some(k.in_place()).filter(|k| k.uses_in_place(format))];
+    kernels().into_iter().flat_map(both).flatten().collect()
+}
+
+/// A kernel, for messages.
+fn name(k: Llamafile, format: Format) -> String {
+    format!("{}{}", k.tier(), if k.uses_in_place(format) { " in place" } else { "" })
+}
+
 /// A scale of ordinary size as F16: 2^-9 .. 2^-5, either sign.
 fn scale(random: &mut Random) -> [u8; 2] {
     let bits = random.bits();
@@ -178,12 +189,12 @@ fn products_match_plain_arithmetic_for_all_shapes() {
                 let values = random_rows(count, cols, count as u64);
                 let rows: Vec<u32> = (0..count as u32).collect();
                 let mut first: Option<Vec<f32>> = None;
-                for k in kernels() {
+                for k in kernels_of(format) {
                     let (layout, _) = k.accepts(format, outputs, cols).unwrap();
                     let bytes = packed(layout, &values, count, cols);
                     let x = Inputs::new(layout, count, cols, &bytes);
                     let out = product(k, &pack(k, &m), 0..outputs, x, &rows);
-                    let what = format!("{format} [{outputs}, {cols}] x {count} rows on {}", k.tier());
+                    let what = format!("{format} [{outputs}, {cols}] x {count} rows on {}", name(k, format));
                     // One rounding of F32 per step of 16 or 32 columns, far below the sum of magnitudes.
                     let error = error(&m, &x, &rows, &out);
                     assert!(error < 3e-6, "{what}: relative error {error:e}");
@@ -201,13 +212,13 @@ fn extreme_codes_do_not_overflow() {
         let m = extreme(format, 18, 512);
         for pattern in [[1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]] {
             let values: Vec<f32> = (0..10 * 512).map(|i| pattern[i % 2]).collect();
-            for k in kernels() {
+            for k in kernels_of(format) {
                 let (layout, _) = k.accepts(format, 18, 512).unwrap();
                 let bytes = packed(layout, &values, 10, 512);
                 let x = Inputs::new(layout, 10, 512, &bytes);
                 for rows in [&[0, 1][..], &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]] {
                     let error = error(&m, &x, rows, &product(k, &pack(k, &m), 0..18, x, rows));
-                    assert!(error < 3e-6, "{format} on {}: relative error {error:e}", k.tier());
+                    assert!(error < 3e-6, "{format} on {}: relative error {error:e}", name(k, format));
                 }
             }
         }
@@ -222,7 +233,7 @@ fn numbers_do_not_depend_on_other_rows_or_on_cuts() {
         let m = matrix(format, outputs, cols, 7);
         let count = 70;
         let values = random_rows(count, cols, 3);
-        for k in kernels() {
+        for k in kernels_of(format) {
             let (layout, _) = k.accepts(format, outputs, cols).unwrap();
             let bytes = packed(layout, &values, count, cols);
             let x = Inputs::new(layout, count, cols, &bytes);
@@ -238,7 +249,12 @@ fn numbers_do_not_depend_on_other_rows_or_on_cuts() {
                     for (i, &row) in rows.iter().enumerate() {
                         for (j, output) in cut.clone().enumerate() {
                             let (got, want) = (out[i * cut.len() + j], whole[row as usize * outputs + output]);
-                            assert_eq!(got.to_bits(), want.to_bits(), "{format} on {}: row {row} {cut:?}", k.tier());
+                            assert_eq!(
+                                got.to_bits(),
+                                want.to_bits(),
+                                "{format} on {}: row {row} {cut:?}",
+                                name(k, format)
+                            );
                         }
                     }
                 }
@@ -268,13 +284,13 @@ fn a_non_finite_input_poisons_its_row_only() {
         let m = matrix(format, 16, 256, 9);
         let mut values = random_rows(3, 256, 1);
         values[256 + 77] = f32::NAN;
-        for k in kernels() {
+        for k in kernels_of(format) {
             let (layout, _) = k.accepts(format, 16, 256).unwrap();
             let bytes = packed(layout, &values, 3, 256);
             let x = Inputs::new(layout, 3, 256, &bytes);
             let out = product(k, &pack(k, &m), 0..16, x, &[0, 1, 2]);
-            assert!(out[16..32].iter().all(|v| v.is_nan()), "{format} on {}", k.tier());
-            assert!(out[..16].iter().chain(&out[32..]).all(|v| v.is_finite()), "{format} on {}", k.tier());
+            assert!(out[16..32].iter().all(|v| v.is_nan()), "{format} on {}", name(k, format));
+            assert!(out[..16].iter().chain(&out[32..]).all(|v| v.is_finite()), "{format} on {}", name(k, format));
         }
     }
 }
@@ -286,6 +302,22 @@ fn what_is_declined_has_a_reason() {
         assert_eq!(Llamafile::detect(k.tier()).unwrap().tier(), k.tier());
         for format in [Format::F32, Format::Bf16, Format::Int4(Group::Of(32))] {
             assert!(k.accepts(format, 10, 256).unwrap_err().0.contains(&format.to_string()));
+        }
+    }
+}
+
+#[test]
+fn only_iq1_iq2_and_iq3_can_be_in_place() {
+    for format in native() {
+        let in_place = format.to_string().starts_with(['I']) && !format.to_string().starts_with("IQ4");
+        for k in kernels() {
+            let lean = k.in_place();
+            assert_eq!(lean.uses_in_place(format), in_place, "{format}");
+            assert!(k.packed_bytes(format, 32, 256).is_some() && !k.uses_in_place(format), "{format}");
+            assert_eq!(lean.packed_bytes(format, 32, 256).is_none(), in_place, "{format}");
+            let how = |k: Llamafile| k.accepts(format, 32, 256).unwrap().1;
+            assert!(how(k).contains("repacked"), "{}", how(k));
+            assert_eq!(how(lean).contains("in place"), in_place, "{}", how(lean));
         }
     }
 }

@@ -399,6 +399,10 @@ impl<K: Kernel> Backend for CpuBackend<K> {
         })
     }
 
+    fn in_place(&self) -> Option<Arc<dyn Backend>> {
+        Some(Arc::new(CpuBackend::new(self.name, self.kernel.in_place())))
+    }
+
     fn load(
         &self,
         layer: &LayerSpec,

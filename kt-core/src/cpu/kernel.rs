@@ -147,6 +147,12 @@ pub trait Kernel: Copy + Send + Sync + 'static {
     /// Bytes of the packed matrix (a multiple of 64), or `None` when the checkpoint's bytes are used in place.
     fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize>;
 
+    /// The same kernel for who has little memory: what it can multiply as the checkpoint has it is not packed, even where packing makes it
+    /// faster. No bit of any number differs. By default nothing changes.
+    fn in_place(self) -> Self {
+        self
+    }
+
     /// The version of what [`pack`](Kernel::pack) makes: another number whenever it makes other bytes of some matrix, so that
     /// packed bytes on disk are not taken for what they are not. Kernels that pack nothing say 0.
     fn layout_version(self) -> u32;
