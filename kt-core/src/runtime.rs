@@ -404,7 +404,8 @@ impl Runtime {
         }
         match best {
             Some((_, backend, fit)) => {
-                let smaller = backend.in_place().filter(|_| in_place).and_then(|b| Some((probe(&*b).ok()?, b)));
+                let smaller = if in_place { backend.in_place() } else { None };
+                let smaller = smaller.and_then(|b| Some((probe(&*b).ok()?, b)));
                 let (fit, backend) = match smaller {
                     Some((smaller, b)) if smaller.packed_bytes < fit.packed_bytes => (smaller, b),
                     _ => (fit, backend.clone()),

@@ -113,7 +113,7 @@ fn batch(tokens: usize) -> Batch {
 /// The conformance suite, across the boundary.
 fn suite(name: &str) {
     let plugin = plugin::load(plugin(name)).unwrap();
-    assert_eq!((plugin.name(), plugin.version()), (name, (1, 1)));
+    assert_eq!((plugin.name(), plugin.version()), (name, (1, 2)));
     assert_eq!(plugin.build(), "kt-test-plugins 0.1.0");
     kt_core::testing::conformance(|tier| plugin.backend(tier));
 }
@@ -249,6 +249,36 @@ fn plugins_of_the_first_version_have_no_devices() {
     let layer = &source(Format::Bf16).layers()[0].clone();
     let why = backend.probe_stream(layer).unwrap_err().0;
     assert!(why.contains("nonsense") && why.contains("ABI 1.0") && why.contains("streaming"), "{why}");
+    assert!(backend.in_place().is_none());
+}
+
+#[test]
+fn a_plugin_uses_weights_in_place_for_want_of_memory() {
+    // Blocks of 256 columns.
+    let source = SyntheticSource::builder().hidden(256).intermediate(256).experts(5).top_k(2).layers(1);
+    let source = source.format(Format::Q4K).build().unwrap();
+    let run = |builder: RuntimeBuilder| {
+        let runtime = builder.plugin(plugin("decoded")).threads(2).pass_tokens(4).build().unwrap();
+        let plan = runtime.plan(&source).unwrap();
+        let experts = runtime.load(&source).unwrap();
+        let mut batch = Batch::new(2, vec![0.5; 512], vec![0, 4, 1, 3], vec![0.5, 0.25, 1.0, 2.0]).unwrap();
+        experts.layer(0).unwrap().forward(&mut batch).unwrap();
+        (batch.into_output(), experts.packed_bytes(), plan)
+    };
+    let builder = || RuntimeBuilder::new(none);
+    let (want, packed, plan) = run(builder());
+    assert!(packed == 5 * 3 * 256 * 256 * 4 && want.iter().any(|&v| v != 0.0));
+    let (asked, none, lean) = run(builder().in_place(true));
+    assert!(asked == want && none == 0 && lean.layers[0].fit.mapped_bytes == plan.layers[0].stored_bytes, "{lean}");
+    assert_eq!((lean.layers[0].backend.as_str(), lean.packed_bytes()), ("decoded", 0));
+    let (forced, none, small) = run(builder().memory_limit(plan.need_bytes() - 1));
+    assert!(forced == want && none == 0 && small.notes.iter().any(|n| n.contains("want of memory")), "{small}");
+
+    // Null is no such choice, and so is a failure.
+    for variant in ["no_choice", "no_device"] {
+        let backend = plugin::load(nonsense(variant, &[])).unwrap().backend(Tier::Amx).unwrap();
+        assert!(backend.in_place().is_none(), "{variant}");
+    }
 }
 
 #[test]

@@ -30,7 +30,7 @@ pub const MAGIC: u64 = u64::from_le_bytes(*b"kt-plugi");
 /// Versions with another major number cannot talk to each other.
 pub const MAJOR: u32 = 1;
 /// Rises when a table grows.
-pub const MINOR: u32 = 1;
+pub const MINOR: u32 = 2;
 /// Bytes of the table of version 1.0: none has fewer.
 pub const FIRST_TABLE_BYTES: usize = core::mem::offset_of!(Table, device);
 
@@ -213,6 +213,9 @@ pub struct Table {
     /// numbers, which are their positions in `load`; this is for the host's functions, and valid during the call only.
     pub stream:
         Option<unsafe extern "C" fn(Backend, load: *const c_void, *const Layer, *const Work, *mut Message) -> u32>,
+    /// Since 1.2. The same backend for who has little memory, as a backend of its own that is ended like others: it uses weights in place
+    /// wherever it can. Null where there is no such choice.
+    pub in_place: Option<unsafe extern "C" fn(Backend, *mut Backend, *mut Message) -> u32>,
 }
 
 /// A device whose own memory holds experts.

@@ -64,6 +64,7 @@ static TABLE: Table = Table {
     bank_replace: None,
     probe_stream: Some(probe_stream),
     stream: None,
+    in_place: Some(in_place),
 };
 
 /// A device, where `bad_device` is the variant: with more bytes free than it has. Elsewhere none; for `first`, nobody may ask.
@@ -72,6 +73,12 @@ unsafe extern "C" fn device(_: Backend, device: *mut Device, given: *mut bool, _
     (*device).label.set("big");
     ((*device).total_bytes, (*device).free_bytes) = (7, 8);
     DONE
+}
+
+/// No choice, said by null or by a failure; for `first`, nobody may ask.
+unsafe extern "C" fn in_place(_: Backend, backend: *mut Backend, _: *mut Message) -> u32 {
+    *backend = if cfg!(variant = "first") { handle(1) } else { null_mut() };
+    if cfg!(variant = "no_device") { FAILED } else { DONE }
 }
 
 unsafe extern "C" fn probe_stream(_: Backend, _: *const Layer, streaming: *mut Streaming, _: *mut Message) -> u32 {

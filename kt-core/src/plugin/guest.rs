@@ -466,7 +466,7 @@ impl WeightSource for HostSource {
 /// What the handle of a backend points to.
 struct Guest {
     host: Host,
-    backend: Box<dyn Backend>,
+    backend: Arc<dyn Backend>,
     /// The host's teams in use: their buffers are shared by all banks.
     teams: Mutex<Vec<(Pointer, Weak<Team>)>>,
 }
@@ -590,7 +590,7 @@ pub unsafe fn new_backend<B: Backend + 'static>(
             if made.name() != name {
                 return Err(Error::Invalid(format!("it is declared as `{name}` and calls itself `{}`", made.name())));
             }
-            *backend = boxed(Guest { host, backend: Box::new(made), teams: Mutex::default() });
+            *backend = boxed(Guest { host, backend: Arc::new(made), teams: Mutex::default() });
             Ok(())
         })
     }
@@ -624,6 +624,7 @@ pub const fn table(
         bank_replace: Some(bank_replace),
         probe_stream: Some(probe_stream),
         stream: Some(stream),
+        in_place: Some(in_place),
     }
 }
 
@@ -744,6 +745,20 @@ unsafe extern "C" fn load_replaceable(
         answer(message, || {
             let guest = &*backend.cast::<Guest>();
             *packed = guest.load(&*context, wire::layer_of(&*layer)?, slice(experts, count), true)?;
+            Ok(())
+        })
+    }
+}
+
+unsafe extern "C" fn in_place(backend: abi::Backend, made: *mut abi::Backend, message: *mut abi::Message) -> u32 {
+    // SAFETY: see above.
+    unsafe {
+        answer(message, || {
+            let guest = &*backend.cast::<Guest>();
+            made.write(match guest.backend.in_place() {
+                Some(backend) => boxed(Guest { host: guest.host, backend, teams: Mutex::default() }),
+                None => std::ptr::null_mut(),
+            });
             Ok(())
         })
     }

@@ -153,6 +153,7 @@ entries! {
     bank_replace: fn(abi::Bank, *const c_void, u32, u32, *mut abi::Message),
     probe_stream: fn(abi::Backend, *const abi::Layer, *mut abi::Streaming, *mut abi::Message),
     stream: fn(abi::Backend, *const c_void, *const abi::Layer, *const abi::Work, *mut abi::Message),
+    in_place: fn(abi::Backend, *mut abi::Backend, *mut abi::Message),
 }
 
 /// Opens a shared library and judges it by what it exports, before anything of it is called but what the system's loader calls (the
@@ -583,6 +584,20 @@ impl Backend for PluginBackend {
         context.progress.advance(0)?;
         let replacing = Replacing { layer: layer.clone(), context: context.clone() };
         Ok(Box::new(PluginBank { bank, bytes: packed.bytes, areas: Mutex::new(areas), replacing }))
+    }
+
+    fn in_place(&self) -> Option<Arc<dyn Backend>> {
+        let plugin = &self.0.plugin;
+        let ask = plugin.table.in_place?;
+        let mut backend = std::ptr::null_mut();
+        // SAFETY: all pointers are to locals.
+        if let Err(error) = plugin.call(0, |message| unsafe { ask(self.0.backend, &mut backend, message) }) {
+            tracing::warn!(plugin = %plugin.path.display(), "it does not say whether it can use weights in place: {error}");
+            return None;
+        }
+        let device = self.0.device.clone();
+        (!backend.is_null())
+            .then(|| Arc::new(PluginBackend(Arc::new(BackendHandle { plugin: plugin.clone(), backend, device }))) as _)
     }
 
     fn device(&self) -> Option<Device> {

@@ -1,4 +1,4 @@
-//! A kernel that packs: weights become F32 at load, in memory of the host's.
+//! A kernel that packs: weights become F32 at load, in memory of the host's; or at each product, for who has little of it.
 
 use std::ops::Range;
 
@@ -9,7 +9,9 @@ use kt_core::cpu::tier::Tier;
 use kt_core::{Format, Group, Matrix, Unsupported};
 
 #[derive(Clone, Copy)]
-struct Decoded;
+struct Decoded {
+    in_place: bool,
+}
 
 impl Kernel for Decoded {
     fn tier(self) -> Tier {
@@ -32,7 +34,11 @@ impl Kernel for Decoded {
     }
 
     fn packed_bytes(self, _: Format, rows: usize, cols: usize) -> Option<usize> {
-        Some(rows.next_multiple_of(16) * cols * 4)
+        (!self.in_place).then_some(rows.next_multiple_of(16) * cols * 4)
+    }
+
+    fn in_place(self) -> Self {
+        Decoded { in_place: true }
     }
 
     fn pack(self, matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
@@ -45,8 +51,16 @@ impl Kernel for Decoded {
 
     fn product(self, outputs: Outputs<'_>, x: Inputs<'_>, rows: Range<usize>, out: &mut [f32], _: &mut Scratch) {
         let (width, cols) = (outputs.range.len(), outputs.of.cols());
+        let mut decoded = vec![0; cols * 4];
         for (j, output) in outputs.range.clone().enumerate() {
-            let weights = outputs.of.bytes()[output * cols * 4..][..cols * 4].as_chunks::<4>().0;
+            let weights = match outputs.of.matrix() {
+                None => &outputs.of.bytes()[output * cols * 4..][..cols * 4],
+                Some(matrix) => {
+                    self.pack(matrix, output..output + 1, &mut decoded);
+                    &decoded
+                }
+            };
+            let weights = weights.as_chunks::<4>().0;
             for (i, row) in rows.clone().enumerate() {
                 let of_block = |(b, w): (usize, &[[u8; 4]])| {
                     let x = x.block(b, row).as_chunks::<4>().0;
@@ -60,7 +74,7 @@ impl Kernel for Decoded {
 }
 
 fn backend(_cap: Tier) -> Result<CpuBackend<Decoded>, Unsupported> {
-    Ok(CpuBackend::new("decoded", Decoded))
+    Ok(CpuBackend::new("decoded", Decoded { in_place: false }))
 }
 
 kt_core::declare_backend!("decoded", backend);
