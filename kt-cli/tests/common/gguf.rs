@@ -68,6 +68,7 @@ pub fn type_id(format: Format) -> u32 {
         Format::F16 => 1,
         Format::Q8_0 => 8,
         Format::Q4K => 12,
+        Format::Iq2Xxs => 16,
         Format::Bf16 => 30,
         other => panic!("the writer does not know {other}"),
     }
