@@ -59,6 +59,7 @@ typedef struct kt_options {
     size_t pass_tokens;     /* most tokens computed at once; default: 1024 */
     const char *plugin;     /* load the backend of this shared library too */
     const char *plugin_dir; /* and those of all plugins of this directory */
+    int32_t in_place;       /* not 0: weights from the checkpoint's map wherever a backend can, for less memory */
 } kt_options;
 
 /* Starts a runtime with its threads. `options` may be NULL. */

@@ -51,6 +51,7 @@ pub struct kt_options {
     pub pass_tokens: usize,
     pub plugin: *const c_char,
     pub plugin_dir: *const c_char,
+    pub in_place: i32,
 }
 
 #[repr(C)]
@@ -239,6 +240,7 @@ pub unsafe extern "C" fn kt_runtime_new(
                 if options.pass_tokens > 0 {
                     builder = builder.pass_tokens(options.pass_tokens);
                 }
+                builder = builder.in_place(options.in_place != 0);
                 let plugin = text(options.plugin, "options.plugin")?.map(PathBuf::from);
                 let plugin_dir = text(options.plugin_dir, "options.plugin_dir")?.map(PathBuf::from);
                 builder = with_plugins(builder, plugin, plugin_dir)?;

@@ -32,7 +32,7 @@ int main(int argc, char **argv) {
     }
     /* Types, as `tests/c.rs` knows them. */
     printf("%zu %zu %zu %zu %zu %zu %zu %zu\n", sizeof(kt_error), sizeof(kt_options), sizeof(kt_layer), sizeof(kt_plan_bytes),
-           sizeof(kt_batch), offsetof(kt_options, pass_tokens), offsetof(kt_layer, stored_bytes), offsetof(kt_batch, weights));
+           sizeof(kt_batch), offsetof(kt_options, in_place), offsetof(kt_layer, stored_bytes), offsetof(kt_batch, weights));
 
     says(kt_open("/nonexistent/model", &source, &error), KT_IO, "/nonexistent/model");
     says(kt_open(NULL, &source, &error), KT_INVALID, "path is NULL");
@@ -61,6 +61,7 @@ int main(int argc, char **argv) {
     }
     kt_runtime_free(runtime);
     options.memory_limit = 0;
+    options.in_place = 1;
     if (kt_runtime_new(&options, &runtime, &error) != KT_OK || kt_load(runtime, source, &experts, &error) != KT_OK) {
         fprintf(stderr, "%s\n", error.text);
         return 6;

@@ -102,6 +102,8 @@ fn answer(args: &PlanArgs) -> anyhow::Result<String> {
     }
     if args.explain {
         text += &format!("\n{}", plan.explain());
+    } else {
+        plan.notes.iter().for_each(|note| text += &format!("note: {note}\n"));
     }
     Ok(text)
 }

@@ -465,9 +465,10 @@ impl Runtime {
             let verdict = smallest.verdict();
             if verdict < plan.verdict() || smallest.need_bytes() < plan.need_bytes() && verdict == Verdict::Refuse {
                 // What there is room for is packed, the first layers first.
-                let fits = |from| draft(from).is_ok_and(|(plan, _)| plan.verdict() == verdict);
-                let more = plan.need_bytes();
-                (plan, planned) = match largest(layers.len(), fits).filter(|_| verdict != Verdict::Refuse) {
+                let fits = |from| draft(from).is_ok_and(|(plan, _)| plan.verdict() == Verdict::Fits);
+                let room = if verdict == Verdict::Fits { largest(layers.len(), fits) } else { None };
+                let packed_need = plan.need_bytes();
+                (plan, planned) = match room {
                     None => (smallest, of),
                     Some(from) => draft(from)?,
                 };
@@ -475,7 +476,7 @@ impl Runtime {
                     "for want of memory, experts from layer {} on are used in place where they can be; packed they would be faster for \
                      few tokens, and {} be needed",
                     layers[planned.in_place_from].index,
-                    human_bytes(more)
+                    human_bytes(packed_need)
                 ));
             }
         }
@@ -826,6 +827,9 @@ impl Runtime {
         let (plan, Planned { devices, in_place_from, .. }) = self.plan_beside(source, &options, cache.as_deref())?;
         if plan.verdict() == Verdict::Refuse {
             return Err(Error::Memory(Box::new(plan)));
+        }
+        if !self.in_place && in_place_from < source.layers().len() {
+            tracing::warn!(need_bytes = plan.need_bytes(), from = in_place_from, "experts in place for want of memory");
         }
         let wanted = &options.placement;
         if shared.is_none() && (wanted.live || wanted.stream != Stream::Never) {
