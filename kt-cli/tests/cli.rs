@@ -184,7 +184,7 @@ fn a_plugin_is_listed_with_what_it_says_of_itself() {
             ["--edition=2024", "--crate-type=cdylib", "--cfg", &cfg, "--extern", &of, "-o", file.to_str().unwrap()];
         rustc(&to, &here.join("../tests/plugins/nonsense.rs"));
         let (out, _) = ok(&["plugins", only.to_str().unwrap()]);
-        for word in ["loaded", "nonsense", file.to_str().unwrap(), "ABI 1.1", says] {
+        for word in ["loaded", "nonsense", file.to_str().unwrap(), "ABI 1.2", says] {
             assert!(out.contains(word), "no {word:?} in {out}");
         }
     }
