@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use crate::backend::{Backend, ExpertBank, Residence};
 use crate::batch::{Batch, Carried, NO_EXPERT};
 use crate::cpu::cache::CacheReport;
+use crate::cpu::memory::Pieces;
 use crate::cpu::team::Team;
 use crate::error::{Error, Result};
 use crate::heat::{HeatMap, LayerHeat};
@@ -23,6 +24,9 @@ use crate::stats::{BankUsage, LayerStats, Stats, Usage};
 use crate::work::{Hidden, Spent, Work};
 
 pub use prepared::{Prepared, Sums};
+
+/// Numbers of an output that a task sets to zero.
+const ZEROED: usize = 1 << 16;
 
 /// All expert layers of a model, loaded.
 pub struct Experts {
@@ -553,12 +557,31 @@ impl LayerExperts {
         Ok(output)
     }
 
+    /// So many zeros, in the memory of `reused` if it is enough: by all threads where they are many.
+    fn zeros(&self, len: usize, mut reused: Vec<f32>) -> Vec<f32> {
+        if reused.capacity() < len {
+            return vec![0.0; len];
+        }
+        let old = reused.len().min(len);
+        reused.resize(len, 0.0);
+        if old <= ZEROED {
+            reused[..old].fill(0.0);
+            return reused;
+        }
+        let parts = (0..old).step_by(ZEROED).map(|start| ZEROED.min(old - start));
+        let tasks = parts.len();
+        let pieces = Pieces::new(&mut reused[..old], parts);
+        self.team.region().run(tasks, |i, _| pieces.take(i).fill(0.0));
+        drop(pieces);
+        reused
+    }
+
     /// Splits a batch over passes and banks. All banks work at the same time; their outputs are added in the order of the banks. Returns the
     /// output, and what was left for later by `defer`.
     #[allow(clippy::too_many_arguments)] // the parts of a batch, which is borrowed
     fn compute_into(
         &self,
-        mut output: Vec<f32>,
+        output: Vec<f32>,
         input: &Arc<Hidden>,
         tokens: usize,
         (ids, weights): (&[i32], &[f32]),
@@ -570,8 +593,7 @@ impl LayerExperts {
         let top_k = (ids.len() / tokens.max(1)).max(1);
         let placed = self.placed();
         self.check_whole(&placed)?;
-        output.clear();
-        output.resize(tokens * hidden, 0.0);
+        let mut output = self.zeros(tokens * hidden, output);
         let deferred = scheduler::defer(ids, weights, top_k, defer);
         // A device takes a streamed layer in one pass: the weights of a second one would come again.
         let pass = if stream { tokens.max(1) } else { self.pass_tokens };
