@@ -74,6 +74,16 @@ pub struct Later {
     each: Cell<usize>,
 }
 
+/// Where lines are asked for to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Level {
+    /// For integer products of many rows. What is due some microseconds later has left the first level by then, and is in the second either way; but
+    /// on Zen 4 they are up to 8 % faster so, and others up to 11 % slower.
+    First,
+    /// For others.
+    Second,
+}
+
 /// The parts of two panels, and inputs.
 const RANGES: usize = 2 * 4 + 1;
 
@@ -102,14 +112,18 @@ impl Later {
 
     /// Asks for those whose turn it is.
     #[inline(always)]
-    pub(crate) fn ask(&self) {
+    pub(crate) fn ask(&self, to: Level) {
         let mut left = self.each.get();
         while left > 0 && self.next.get() < self.len.get() {
             let range = &self.ranges[self.next.get()];
             let (first, lines) = range.get();
             let now = left.min(lines);
             for line in first..first + now {
-                prefetch_later(std::ptr::without_provenance(line * LINE));
+                let at = std::ptr::without_provenance(line * LINE);
+                match to {
+                    Level::First => prefetch_now(at),
+                    Level::Second => prefetch_later(at),
+                }
             }
             range.set((first + now, lines - now));
             left -= now;
@@ -175,7 +189,7 @@ mod tests {
             let lines: usize = later.ranges.iter().map(|range| range.get().1).sum();
             let asked = || lines - later.ranges.iter().map(|range| range.get().1).sum::<usize>();
             for time in 1..=times {
-                later.ask();
+                later.ask(if time % 2 == 0 { Level::First } else { Level::Second });
                 assert_eq!(asked(), lines.min(time * lines.div_ceil(times)), "{lengths:?}, {time} of {times}");
             }
             assert_eq!(later.next, later.len, "{lengths:?} in {times}");

@@ -131,6 +131,11 @@ pub unsafe trait Isa: Copy {
     /// # Safety
     /// `p .. p + 16` is readable.
     unsafe fn load_u8(self, p: *const u8) -> Self::Int;
+    /// 32 unsigned bytes as words.
+    ///
+    /// # Safety
+    /// `p .. p + 32` is readable.
+    unsafe fn load_u8_words(self, p: *const u8) -> Self::Int;
     /// 16 signed bytes as dwords.
     ///
     /// # Safety
@@ -177,10 +182,8 @@ pub unsafe trait Isa: Copy {
     fn splat_f32(self, v: f32) -> Self::Flt;
     /// `a + b` of dwords.
     fn add(self, a: Self::Int, b: Self::Int) -> Self::Int;
-    /// 16 times dwords.
-    fn times_16(self, v: Self::Int) -> Self::Int;
-    /// Moves the low word of each dword to its high one, and zero to the low one.
-    fn word_up(self, v: Self::Int) -> Self::Int;
+    /// Shifts dwords up by `N` bits.
+    fn up<const N: u32>(self, v: Self::Int) -> Self::Int;
     /// The low words of `high` above those of `low`.
     fn words(self, high: Self::Int, low: Self::Int) -> Self::Int;
     /// The larger one, of unsigned dwords.
@@ -227,6 +230,8 @@ pub unsafe trait Isa: Copy {
     fn and(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// Bitwise.
     fn xor(self, a: Self::Int, b: Self::Int) -> Self::Int;
+    /// The products of signed words over 2^15, rounded: the nearest, upwards from the middle.
+    fn mul_words_high(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// Adds the products of the signed words of each dword.
     fn madd(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// E8M0 exponents in dwords as F32; 255 is infinite.

@@ -265,9 +265,10 @@ pub trait Scale: Copy {
     const MINIMA: bool = false;
     /// Whether all scales are powers of two.
     const POWERS: bool = false;
-    /// Whether scales are integers relative to those above, and two groups share a scale of the inputs, which keep their codes so small
-    /// that sums fit a word ([`Sums::Halves`](kt_core::cpu::input::Sums::Halves)). [`Scale::load`] is then of what is above alone.
-    const PAIRS: bool = false;
+    /// How many sums of products share a dword, as words, because scales are integers relative to those above: 0, none. 2: those of two groups,
+    /// which share a scale of the inputs ([`Sums::Halves`](kt_core::cpu::input::Sums::Halves)). 1: that of a group and that of the input codes, for
+    /// scales and minima ([`Sums::Words`](kt_core::cpu::input::Sums::Words)). [`Scale::load`] is then of what is above alone.
+    const WORDS: usize = 0;
     /// The scales of a group, from its record and the one above it.
     ///
     /// # Safety
@@ -289,12 +290,20 @@ pub trait Scale: Copy {
     unsafe fn shift<I: Isa>(isa: I, _record: *const u8) -> I::Int {
         isa.splat(0)
     }
-    /// The integer scales of two groups as words, the first one's above.
+    /// What [`Scale::words`] needs of what is above.
     ///
     /// # Safety
-    /// Two records are readable.
+    /// [`Scale::SUPER`] bytes are readable.
     #[inline(always)]
-    unsafe fn pair<I: Isa>(isa: I, _records: *const u8) -> I::Int {
+    unsafe fn factors<I: Isa>(isa: I, _above: *const u8) -> I::Int {
+        isa.splat(0)
+    }
+    /// What multiplies the words of sums: the integer scales of two groups, the first one's above; or the minimum and, below it, the scale of one.
+    ///
+    /// # Safety
+    /// [`Scale::WORDS`] records are readable.
+    #[inline(always)]
+    unsafe fn words<I: Isa>(isa: I, _records: *const u8, _factors: I::Int) -> I::Int {
         isa.splat(0)
     }
     /// What is added to the scaled codes of a group.

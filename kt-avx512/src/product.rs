@@ -12,7 +12,7 @@ use kt_core::cpu::kernel::{Outputs, Scratch, Weights};
 use kt_core::format::mx;
 use kt_core::{Format, Group};
 
-use crate::ahead::{self, Ahead, Later};
+use crate::ahead::{self, Ahead, Later, Level};
 use crate::blocks::{ASK, Blocks, Decode, Direct, Row};
 use crate::isa::{Isa, Job};
 use crate::layout::{CHUNK, LINE, Layout, PANEL, SUPER};
@@ -20,7 +20,7 @@ use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
     Nibbles, NoScale, Scale, ShiftedNibbles, Summed, Unpack,
 };
-use crate::tile::{FloatTile, IntTile, Tile, one_stream, scaled};
+use crate::tile::{FloatTile, IntTile, Tile, one_stream, scaled, scaled_blocks};
 use crate::tiled::{self, SUMS_SIZE, Spans, TILE_ROWS};
 
 /// Bytes of lines that tiles of rows pass over: most of a first-level cache of 48 KiB, all of one of 32.
@@ -49,6 +49,8 @@ pub trait Path<I: Isa> {
     const STREAMS: bool;
     /// The most rows that stream over one panel after another with operands of 512 bits, where the hardware reads a single stream best.
     const ONE_STREAM: usize;
+    /// Blocks that K is cut into multiples of.
+    const SCALED_BLOCKS: usize;
     /// Whether many rows pass over lines that were unpacked for them.
     const UNPACKED: bool;
     /// Unpacks the lines of a block, and those of it that lie apart.
@@ -129,7 +131,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     type Lines = L;
     const ROWS: usize = if I::TILES {
         2 * TILE_ROWS
-    } else if S::PAIRS {
+    } else if S::WORDS > 0 {
         5
     } else if !I::LARGE && L::SPAN == 0 && size_of::<I::Wide>() > LINE {
         // Magnitudes and signs of codes, two of the 16 registers each.
@@ -140,7 +142,8 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const INTEGERS: bool = true;
     const LIGHT: bool = L::OPERANDS == 1 && S::RECORD == 0;
     const STREAMS: bool = !I::TILES;
-    const ONE_STREAM: usize = one_stream::<L, S, WG>();
+    const ONE_STREAM: usize = one_stream::<L, S, XG, WG>();
+    const SCALED_BLOCKS: usize = scaled_blocks::<S>();
     const UNPACKED: bool = L::OPERANDS > 1 && !(L::QUICK && I::LARGE && !I::TILES);
 
     fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]) {
@@ -153,7 +156,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
 
     fn cached(isa: I, r: usize, p: usize, tile: Tile<'_>) {
         if const { I::TILES } {
-            let spans = Spans { bf16: false, columns: Some(XG), record: S::RECORD };
+            let spans = Spans { bf16: false, columns: Some(XG), record: S::RECORD, blocks: scaled_blocks::<S>() };
             tiled::cached(isa, (r, p), tile, spans, |r, p, tile| {
                 summed_shapes!(r, p, isa.run(IntTile::<Summed, S, XG, WG, false, R, P> { tile, kind: PhantomData }))
             });
@@ -196,6 +199,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     const LIGHT: bool = L::OPERANDS == 1;
     const STREAMS: bool = true;
     const ONE_STREAM: usize = 0;
+    const SCALED_BLOCKS: usize = 1;
     const UNPACKED: bool = L::OPERANDS > 1;
 
     fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]) {
@@ -209,7 +213,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     fn cached(isa: I, r: usize, p: usize, tile: Tile<'_>) {
         if const { I::TILES && L::BF16 } {
             let (columns, record) = scaled::span(SCALED);
-            let spans = Spans { bf16: true, columns: (record > 0).then_some(columns), record };
+            let spans = Spans { bf16: true, columns: (record > 0).then_some(columns), record, blocks: 1 };
             tiled::cached(isa, (r, p), tile, spans, |r, p, tile| {
                 summed_shapes!(r, p, isa.run(FloatTile::<Summed, SCALED, false, R, P> { tile, kind: PhantomData }))
             });
@@ -359,7 +363,7 @@ impl Product<'_> {
         if const { K::STREAMS } && n <= isa.stream_rows() {
             later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
             later.spread(1);
-            later.ask();
+            later.ask(Level::Second);
             let most = stream_panels::<I, K>(n, layout.head > 0);
             let (lines_at, scales_at, ahead_of_most) =
                 (layout.lines_at(0), scales_at(0), Ahead::of(n, most, K::INTEGERS));
@@ -387,7 +391,10 @@ impl Product<'_> {
         } else {
             layout.head / layout.unit + layout.lines[0] + layout.lines[1]
         };
+        // Parts of as many blocks each: a last one with few would have the same to begin and to end, and more to ask for with each block.
         let most_blocks = (CACHED / (most_panels * operand_block)).clamp(1, layout.blocks);
+        let most_blocks =
+            layout.blocks.div_ceil(layout.blocks.div_ceil(most_blocks)).next_multiple_of(K::SCALED_BLOCKS);
         let unpacked_stride = most_blocks * operand_block;
         let sums = if I::TILES { SUMS_SIZE } else { 0 };
         let buffer = self.scratch.panel.get(sums + if unpack { most_panels * unpacked_stride } else { 0 });

@@ -16,7 +16,7 @@ use std::marker::PhantomData;
 
 use kt_core::cpu::input::{BLOCK, WORD_ZERO};
 
-use crate::ahead::{Ahead, Later, prefetch_later, prefetch_now};
+use crate::ahead::{Ahead, Later, Level, prefetch_later, prefetch_now};
 use crate::isa::{Isa, Job};
 use crate::layout::{LINE, PANEL, SUPER, unit_of};
 use crate::lines::{Codes, Floats, Lines, SHIFTED, Scale, Steps};
@@ -226,19 +226,25 @@ pub(crate) struct IntTile<
 }
 
 /// Blocks of nibbles whose scales come before the first one of them, and lines of these; see [`Layout::of`](crate::layout::Layout::of).
-const fn head<S: Scale, const WG: usize>() -> (usize, usize) {
-    let of_block = match BLOCK.checked_div(WG) {
+const fn head<S: Scale, const XG: usize, const WG: usize>() -> (usize, usize) {
+    let group = if S::WORDS > 0 { XG } else { WG };
+    let of_block = match BLOCK.checked_div(group) {
         Some(groups) => groups * S::RECORD,
         None => 0,
     };
-    let (unit, bytes) = unit_of(of_block, WG == BLOCK);
+    let (unit, bytes) = unit_of(of_block, group == BLOCK);
     (unit, bytes / LINE)
 }
 
+/// Blocks whose sums are scaled once more before they are added to totals.
+pub(crate) const fn scaled_blocks<S: Scale>() -> usize {
+    if S::WORDS > 0 { SUPER / BLOCK } else { 1 }
+}
+
 /// The most rows that read one panel of integers after another, in the order of addresses.
-pub(crate) const fn one_stream<L: Lines, S: Scale, const WG: usize>() -> usize {
+pub(crate) const fn one_stream<L: Lines, S: Scale, const XG: usize, const WG: usize>() -> usize {
     // Nibbles with scales among their blocks.
-    if head::<S, WG>().1 > 0 && L::OPERANDS > 1 && L::PLANES[0] == LINE && L::PLANES[1] == 0 { 2 } else { 0 }
+    if head::<S, XG, WG>().1 > 0 && L::OPERANDS > 1 && L::PLANES[0] == LINE && L::PLANES[1] == 0 { 2 } else { 0 }
 }
 
 /// Lines that are asked for where a single stream will go on elsewhere.
@@ -272,16 +278,16 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
 
     /// Whether it reads one panel in the order of addresses: a single stream, that the hardware asks for in time as long as little is done with
     /// each line.
-    const ONE_STREAM: bool = STREAM && P == 1 && R <= one_stream::<L, S, WG>();
+    const ONE_STREAM: bool = STREAM && P == 1 && R <= one_stream::<L, S, XG, WG>();
 
     /// Whether lines are asked for, and scales.
     const ASKS: bool = STREAM && !Self::ONE_STREAM;
 
     /// Whether scales of groups may be those of several blocks.
-    const UNITS: bool = WG == BLOCK && !S::PAIRS;
+    const UNITS: bool = WG == BLOCK && S::WORDS == 0;
 
     /// Blocks of a unit, and lines of scales before its others.
-    const HEAD: (usize, usize) = head::<S, WG>();
+    const HEAD: (usize, usize) = head::<S, XG, WG>();
 
     /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`; or what a tile unit made of them.
     ///
@@ -424,18 +430,19 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let mut t = self.tile;
         const { assert!(WG.is_multiple_of(XG) && (!S::MINIMA || WG == XG) && !(S::MINIMA && S::ZEROS)) };
         const { assert!(!S::POWERS || WG == XG && !S::MINIMA) };
-        const { assert!(!S::PAIRS || WG == BLOCK && S::SUPER > 0 && !S::MINIMA && !S::ZEROS && !S::POWERS) };
+        const { assert!(S::WORDS == 0 || WG == BLOCK && S::SUPER > 0 && !S::MINIMA && !S::ZEROS && !S::POWERS) };
+        const { assert!(S::WORDS <= 2) };
         let shifts = Self::SHIFTS;
         // Columns of a sum before it is added to the total.
         let columns = if WG == 0 { XG } else { WG };
         // Columns that share a scale of the inputs.
-        let scaled = if S::PAIRS { 2 * XG } else { XG };
+        let scaled = if S::WORDS == 2 { 2 * XG } else { XG };
         let sums_at = BLOCK + BLOCK / scaled * 4;
         let input_bytes = sums_at + BLOCK / XG * 4;
         let steps = if L::SUMMED { 0 } else { BLOCK / XG * Steps::<L, XG>::COUNT };
         let block_bytes = Steps::<L, XG>::STEP.map(|bytes| steps * bytes);
         let mut scales = if S::OUTPUTS { t.outputs_at + PANEL * 4 } else { 0 };
-        if S::PAIRS {
+        if S::WORDS > 0 {
             scales = scales
                 .max(t.group_at + t.blocks * (BLOCK / XG) * S::RECORD + t.units_before(t.blocks - 1) * t.record_skip);
         } else if S::RECORD > 0 {
@@ -457,10 +464,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let table = L::table(isa);
         let offset = isa.splat(if L::SPAN == 0 { I::WIDE_OFFSET } else { 0 });
         // Where lines are unpacked, a loop: side by side, both sums of a pair would take registers.
-        let halves = match (S::PAIRS, STREAM) {
-            (true, true) => opaque(2),
-            (true, false) => 2,
-            (false, _) => 1,
+        let halves = match (S::WORDS, STREAM) {
+            (2, true) => opaque(2),
+            (2, false) => 2,
+            _ => 1,
         };
         let (words, word_zero) = (isa.splat(0xffff), isa.splat(WORD_ZERO));
         if STREAM {
@@ -473,6 +480,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         }
         let stride = [block_bytes[0] + t.per_unit(t.line_skip), block_bytes[1]];
         assert!(if Self::UNITS { t.unit.is_power_of_two() } else { t.unit == 1 });
+        assert!((t.first_block | t.blocks).is_multiple_of(scaled_blocks::<S>()));
         for tile in 0..t.row_tiles {
             let first = tile * R;
             let mut zeros = [isa.splat(0); P];
@@ -481,10 +489,15 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             let mut x = t.inputs.as_ptr().wrapping_add(first * input_bytes);
             let mut record = t.panel.as_ptr().wrapping_add(t.group_at);
             let mut left = t.group_left;
+            // What sums of words, scaled once, add up to until they are scaled once more.
+            let mut scaled_words = [[isa.zero(); P]; R];
             for block in 0..t.blocks {
-                if S::PAIRS && !L::SUMMED && (!STREAM || R > 4 && P > 1) {
-                    // To memory with the totals until the block's end: its sums and what they add up to need the registers.
-                    std::hint::black_box(&mut total);
+                if S::WORDS > 0 && block.is_multiple_of(scaled_blocks::<S>()) {
+                    if !L::SUMMED && (!STREAM || R > 4 && P > 1) {
+                        // To memory with the totals until they are due: the sums and what they add up to need the registers.
+                        std::hint::black_box(&mut total);
+                    }
+                    scaled_words = [[isa.zero(); P]; R];
                 }
                 let ahead = if Self::ASKS { t.ahead::<P>(block, stride) } else { [0; 2] };
                 if Self::ONE_STREAM && block & (Self::HEAD.0 - 1) == 0 {
@@ -494,12 +507,19 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     }
                 }
                 if !STREAM && !L::SUMMED {
-                    t.later.ask();
+                    t.later.ask(Level::First);
                 }
                 let super_at = t.supers_at + (t.first_block + block) * BLOCK / SUPER * S::SUPER;
                 let above = t.panel.as_ptr().wrapping_add(if S::SUPER > 0 { super_at } else { 0 });
+                let mut factors = [isa.splat(0); P];
+                if S::WORDS > 0 {
+                    for (p, factors) in factors.iter_mut().enumerate() {
+                        // SAFETY: what is above the groups of panel `p`, in bounds as said above.
+                        *factors = unsafe { S::factors(isa, above.wrapping_add(p * t.panel_stride)) };
+                    }
+                }
                 for c in 0..BLOCK / columns {
-                    let mut part = [[isa.zero(); P]; R];
+                    let mut part = if S::WORDS > 0 { scaled_words } else { [[isa.zero(); P]; R] };
                     for g in 0..columns / scaled {
                         let k = c * columns + g * scaled;
                         if S::ZEROS && g == 0 {
@@ -524,12 +544,12 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                     let mut codes = unsafe { isa.load_dword(at) };
                                     if shifts {
                                         const { assert!(SHIFTED == 16) };
-                                        codes = isa.sub(isa.splat(0), isa.times_16(codes));
+                                        codes = isa.sub(isa.splat(0), isa.up::<4>(codes));
                                     }
                                     for (sum, &zero) in sums.iter_mut().zip(&zeros) {
-                                        *sum = if S::PAIRS {
+                                        *sum = if S::WORDS == 2 {
                                             // A first sum to the upper word; the second has [`WORD_ZERO`] to begin with and cannot borrow.
-                                            isa.add(isa.word_up(*sum), codes)
+                                            isa.add(isa.up::<16>(*sum), codes)
                                         } else if S::ZEROS && !shifts {
                                             // Such a sum fits a word, and the upper words of `zeros` are 0.
                                             isa.madd(zero, codes)
@@ -545,11 +565,11 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 Self::add_products(&t, isa, (table, zeros), (&mut line, at, k + h * XG), &mut sums)
                             };
                         }
-                        if S::PAIRS {
+                        if S::WORDS > 0 {
                             for p in 0..P {
                                 let at = record.wrapping_add(p * t.panel_stride);
-                                // SAFETY: the records of these two groups of panel `p`, in bounds as said above.
-                                let scales = unsafe { S::pair(isa, at) };
+                                // SAFETY: the records of this group, or of these two, of panel `p`, in bounds as said above.
+                                let scales = unsafe { S::words(isa, at, factors[p]) };
                                 if Self::ASKS {
                                     t.ahead.ask(at.wrapping_add(t.following()));
                                 }
@@ -557,7 +577,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                     sums[p] = isa.madd(isa.xor(sums[p], word_zero), scales);
                                 }
                             }
-                            record = record.wrapping_add(2 * S::RECORD);
+                            record = record.wrapping_add(S::WORDS * S::RECORD);
                         }
                         for (r, sums) in sums.iter().enumerate() {
                             // SAFETY: a scale of row `r`, in bounds as said above.
@@ -570,12 +590,18 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                     // Scaled below: by the weights' scale first, which is exact.
                                     part[r][p] = sum;
                                 } else {
-                                    let first = g == 0;
+                                    let first = S::WORDS == 0 && g == 0;
                                     let part = &mut part[r][p];
                                     *part =
                                         if first { isa.mul(sum, x_scale) } else { isa.mul_add(sum, x_scale, *part) };
                                 }
                             }
+                        }
+                    }
+                    if S::WORDS > 0 {
+                        scaled_words = part;
+                        if !(block + 1).is_multiple_of(scaled_blocks::<S>()) {
+                            continue;
                         }
                     }
                     if WG > 0 {
@@ -591,10 +617,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 minimum[p] = unsafe { S::minima(isa, at, above) };
                             }
                         }
-                        for p in 0..if Self::ASKS && S::RECORD > 0 && !S::PAIRS { P } else { 0 } {
+                        for p in 0..if Self::ASKS && S::RECORD > 0 && S::WORDS == 0 { P } else { 0 } {
                             t.ahead.ask(record.wrapping_add(p * t.panel_stride).wrapping_add(t.following()));
                         }
-                        if !S::PAIRS {
+                        if S::WORDS == 0 {
                             left -= WG;
                             if left == 0 {
                                 left = t.group;
@@ -834,7 +860,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         for block in 0..t.blocks {
             let ahead = if STREAM { t.ahead::<P>(block, block_bytes)[0] } else { 0 };
             if !STREAM {
-                t.later.ask();
+                t.later.ask(Level::Second);
             }
             for s in 0..BLOCK / span {
                 let mut sums = if record > 0 { [[isa.zero(); P]; R] } else { total };

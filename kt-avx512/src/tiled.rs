@@ -15,6 +15,7 @@
 
 use kt_core::cpu::input::BLOCK;
 
+use crate::ahead::Level;
 use crate::isa::Isa;
 use crate::layout::{LINE, PANEL};
 use crate::tile::Tile;
@@ -25,8 +26,10 @@ pub const TILE_ROWS: usize = 16;
 pub const TILE_BYTES: usize = TILE_ROWS * LINE;
 /// Bytes of the sums of a span of columns: four tiles, of rows 0..16 with both panels, then of rows 16..32.
 pub const SUMS_BYTES: usize = 4 * TILE_BYTES;
-/// Bytes of the buffer of sums: two thirds of a first-level cache of 48 KiB.
-pub(crate) const SUMS_SIZE: usize = 8 * SUMS_BYTES;
+/// Spans whose sums are kept at a time: two thirds of a first-level cache of 48 KiB.
+const SPANS: usize = 8;
+/// Bytes of the buffer of sums: of 256 columns with a scale for 16 there are twice as many.
+pub(crate) const SUMS_SIZE: usize = 2 * SPANS * SUMS_BYTES;
 /// Columns whose BF16 products a tile unit sums before it adds them: the two bytes of each in a row of a tile.
 pub(crate) const CHAIN: usize = LINE / 2;
 /// Rows whose totals are in registers at the same time.
@@ -89,6 +92,8 @@ pub(crate) struct Spans {
     pub columns: Option<usize>,
     /// Bytes of the scales of a group.
     pub record: usize,
+    /// Blocks that pieces of K are multiples of.
+    pub blocks: usize,
 }
 
 /// Runs a tile of up to 32 rows x 2 panels of unpacked lines. `rest` runs tiles of up to [`ROWS`] rows over the sums.
@@ -104,7 +109,8 @@ pub(crate) fn cached<I: Isa>(
     let row_bytes = if spans.bf16 { BLOCK * 2 } else { BLOCK };
     let line_bytes = row_bytes * PANEL;
     let sums_of_block = spans.columns.map_or(0, |columns| BLOCK / columns);
-    let most = (SUMS_SIZE / SUMS_BYTES).checked_div(sums_of_block).unwrap_or(tile.blocks);
+    let most = SPANS.checked_div(sums_of_block).unwrap_or(tile.blocks).max(spans.blocks);
+    assert!(most * sums_of_block * SUMS_BYTES <= SUMS_SIZE);
     let step_bytes = spans.columns.map_or(LINE, |columns| (columns * row_bytes / BLOCK).min(LINE));
     let steps = row_bytes / step_bytes;
     let row_stride = tile.row_bytes;
@@ -123,7 +129,7 @@ pub(crate) fn cached<I: Isa>(
     for start in (0..tile.blocks).step_by(most) {
         let blocks = most.min(tile.blocks - start);
         for _ in 0..blocks {
-            tile.later.ask();
+            tile.later.ask(Level::Second);
         }
         let from_sums = spans.columns.is_none() && tile.first_block > 0;
         if from_sums {

@@ -13,8 +13,8 @@ use kt_core::{Format, Matrix, Unsupported};
 use crate::blocks::{Iq1M, Iq1S, Iq2S, Iq2Xs, Iq2Xxs, Iq3S, Iq3Xxs};
 use crate::layout::{self, PANEL, packed_layout};
 use crate::lines::{
-    FiveBits, Half, HalfPower, Iq1Codes, Iq2Codes, Iq3SCodes, Iq3XxsCodes, Iq4, NibblesWithMinima, Signed, SignedPairs,
-    SixBits, ThreeBits, TwoBits, WithMinima,
+    FiveBits, Half, HalfPower, InUnits, Iq1Codes, Iq2Codes, Iq3SCodes, Iq3XxsCodes, Iq4, NibblesWithMinima, Signed,
+    SignedPairs, SixBits, ThreeBits, TwoBits, WithMinima,
 };
 
 /// Products of GGUF blocks, by the best instructions of this CPU. Holding a value proves that the CPU has them.
@@ -68,7 +68,8 @@ impl Kernel for Llamafile {
             Format::Tq1_0 | Format::Tq2_0 => (32, Sums::Times(-1)),
             Format::Q3K => (32, Sums::Halves(-4)),
             Format::Q6K => (32, Sums::Halves(-32)),
-            Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K => (32, Sums::Scaled),
+            Format::Q4K => (32, Sums::Words(-8)),
+            Format::Q4_1 | Format::Q5_1 | Format::Q5K => (32, Sums::Scaled),
             Format::Q2K => (16, Sums::Scaled),
             Format::Iq1S | Format::Iq2Xxs | Format::Iq3Xxs | Format::Iq3S => (32, wide),
             Format::Iq1M | Format::Iq2Xs | Format::Iq2S => (16, wide),
@@ -155,7 +156,7 @@ impl Job for OfBlocks<'_> {
             Format::Mxfp4Ggml => p.on::<_, Ints<E2m1, HalfPower, 32, 32>>(isa, packed_layout),
             Format::Q2K => p.on::<_, Ints<TwoBits, NibblesWithMinima, 16, 16>>(isa, packed_layout),
             Format::Q3K => p.on::<_, Ints<ThreeBits, SignedPairs, 16, BLOCK>>(isa, packed_layout),
-            Format::Q4K => p.on::<_, Ints<Nibbles, WithMinima, 32, 32>>(isa, packed_layout),
+            Format::Q4K => p.on::<_, Ints<Nibbles, InUnits, 32, BLOCK>>(isa, packed_layout),
             Format::Q5K => p.on::<_, Ints<FiveBits, WithMinima, 32, 32>>(isa, packed_layout),
             Format::Q6K => p.on::<_, Ints<SixBits, SignedPairs, 16, BLOCK>>(isa, packed_layout),
             Format::Iq4Xs => p.on::<_, Ints<Iq4, Signed<1>, 32, 32>>(isa, packed_layout),

@@ -36,8 +36,8 @@
 //! | TQ1_0, TQ2_0 | 2 bits | none | 256 columns: 16 F16 `d` | none |
 //! | Q2_K | 2 bits | none | 16 columns: 16 bytes, scale low and minimum high | 16 F16 `d`, 16 F16 `dmin` |
 //! | Q3_K | low 2 bits | bit 2 | 16 columns: 16 I8 scales | 16 F16 `d` |
-//! | Q4_K | 4 bits | none | 32 columns: 16 U8 scales, 16 U8 minima | as Q2_K |
-//! | Q5_K | low 4 bits | bit 4 | as Q4_K | as Q2_K |
+//! | Q4_K | 4 bits | none | 32 columns: a U8 scale and a U8 minimum, 16 times | 16 F16, 16 times 16 bits: a `Ratio` (`lines.rs`) |
+//! | Q5_K | low 4 bits | bit 4 | 32 columns: 16 U8 scales, 16 U8 minima | as Q2_K |
 //! | Q6_K | low 4 bits | bits 4 and 5 | as Q3_K | as Q3_K |
 //! | IQ4_XS, IQ3_XXS, IQ3_S | 4 bits | none | 32 columns: 16 I8 scales | as Q3_K |
 //! | IQ2_XXS, IQ1_S | low 2 bits | bit 2 | as IQ4_XS | as Q3_K |
@@ -59,36 +59,36 @@ use kt_core::cpu::input::BLOCK;
 use kt_core::format::ggml;
 use kt_core::{Format, Matrix};
 
-use crate::lines::{IQ1_FLIP, IQ1_VALUES, IQ2_FLIP, IQ2_VALUES, IQ3_FLIP, IQ3_S_VALUES, IQ3_XXS_VALUES};
+use crate::lines::{IQ1_FLIP, IQ1_VALUES, IQ2_FLIP, IQ2_VALUES, IQ3_FLIP, IQ3_S_VALUES, IQ3_XXS_VALUES, Ratio};
 
 /// The version of everything said above. Packed weights are kept on disk with it: raise it with any change of the bytes.
-pub(crate) const VERSION: u32 = 4;
+pub(crate) const VERSION: u32 = 5;
 
 /// What version [`VERSION`] makes of fixed matrices: checksums, by format. A test compares; it prints this table as it should be.
 #[cfg(test)]
 pub(crate) const PACKED: &[(&str, u64)] = &[
-    ("Q8_0", 0xe64303532cd7d9fe),
-    ("Q4_0", 0xae90ee4d0a4b4453),
-    ("Q4_K", 0xd6c50206e4463aef),
-    ("Q5_K", 0x02b13b76796b0e2b),
-    ("Q6_K", 0xdd0c9665f8193d18),
-    ("Q4_1", 0xe0c4603139b62325),
-    ("Q5_0", 0xe9e2ad70a2276bce),
-    ("Q5_1", 0x2c21e50149f52dc2),
-    ("Q2_K", 0x302e6ebb2d266dda),
-    ("Q3_K", 0x2b8eed52c3fe72df),
-    ("IQ4_NL", 0xae90ee4d0a4b4453),
-    ("IQ4_XS", 0xb05782f950b34bbc),
-    ("IQ2_XXS", 0x0b23ab2dcd798ab1),
-    ("IQ2_XS", 0xa10a3f25d8aeb381),
-    ("IQ2_S", 0xc0ad642dfcd0f614),
-    ("IQ3_XXS", 0xeb13ae4717c8e827),
-    ("IQ3_S", 0x4bfa65a19c0a0c58),
-    ("IQ1_S", 0x8dc8d0f90d42a5e5),
-    ("IQ1_M", 0x2931804fbae00b13),
-    ("TQ1_0", 0xd9efbebf95b9e04f),
-    ("TQ2_0", 0xcdfc4d2b4f56a355),
-    ("MXFP4-ggml", 0x59e1f0c3bfca2ae9),
+    ("Q8_0", 0xe537e969a278d19f),
+    ("Q4_0", 0x90d7be5ed2f653a7),
+    ("Q4_K", 0x05353b18a57b69e9),
+    ("Q5_K", 0xb19c120fe3d8fba2),
+    ("Q6_K", 0x2dac81a960ec70a2),
+    ("Q4_1", 0x933ed1797373e3cc),
+    ("Q5_0", 0xaa48cd0a80c2f705),
+    ("Q5_1", 0xeb0d5a7f688fcfff),
+    ("Q2_K", 0x40e53efd7f1659f2),
+    ("Q3_K", 0xbc5cd18c0d2e83a6),
+    ("IQ4_NL", 0x90d7be5ed2f653a7),
+    ("IQ4_XS", 0xca6b8727f9eb947b),
+    ("IQ2_XXS", 0xccfee5fc772f83ec),
+    ("IQ2_XS", 0x66ac07f2bf6fd18c),
+    ("IQ2_S", 0xedd1fa2e748c5d41),
+    ("IQ3_XXS", 0x6068c55f5017242e),
+    ("IQ3_S", 0xa1f7bbcec398cc50),
+    ("IQ1_S", 0x4ed96f36251879b3),
+    ("IQ1_M", 0x7fbedfc54b45d1d0),
+    ("TQ1_0", 0xb3a9cccab582c06c),
+    ("TQ2_0", 0xef888c948e409e0f),
+    ("MXFP4-ggml", 0x59de14b54a220a1f),
 ];
 
 /// Columns that are packed at a time: a block of the K types, two of a panel.
@@ -352,7 +352,17 @@ fn put_scales(format: Format, block: &[u8], o: usize, groups: &mut [u8], super_r
             put_each(&ggml::q3k_scales(part(block, 96)).map(|s| s as u8), o, groups);
             halves(0, 108, super_record);
         }
-        Format::Q4K | Format::Q5K => {
+        Format::Q4K => {
+            let [d, dmin] = [0, 2].map(|at| u16::from_le_bytes([block[at], block[at + 1]]));
+            let ratio = Ratio::of(d, dmin);
+            let (scales, mins) = ggml::q4k_scales(part(block, 4));
+            for ((record, scale), min) in groups.as_chunks_mut::<{ PANEL * 2 }>().0.iter_mut().zip(scales).zip(mins) {
+                record[2 * o..][..2].copy_from_slice(&[if ratio.scales { scale } else { 0 }, min]);
+            }
+            super_record[o * 2..][..2].copy_from_slice(&ratio.base.to_le_bytes());
+            super_record[HALVES + o * 2..][..2].copy_from_slice(&ratio.bits().to_le_bytes());
+        }
+        Format::Q5K => {
             let (scales, mins) = ggml::q4k_scales(part(block, 4));
             for ((record, scale), min) in groups.as_chunks_mut::<{ PANEL * 2 }>().0.iter_mut().zip(scales).zip(mins) {
                 record[o] = scale;
@@ -461,7 +471,7 @@ fn put_line(dwords: &[u32], line: &mut [u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tests::scales_at;
+    use crate::tests::{as_packed, scales_at};
     use kt_core::format::float::f16_at;
     use kt_core::testing::Random;
 
@@ -610,7 +620,14 @@ mod tests {
                     let (scale, min) = (group[o] & 15, group[o] >> 4);
                     f16_at(sup, o) * scale as f32 * minus(0) - f16_at(sup, 16 + o) * min as f32
                 }
-                Format::Q4K | Format::Q5K => {
+                Format::Q4K => {
+                    let (scale, min) = (i32::from(group[2 * o]), i32::from(group[2 * o + 1]));
+                    let bits = i16::from_le_bytes([sup[32 + 2 * o], sup[33 + 2 * o]]);
+                    let (s, eighths) = (1 << (bits & 7), i32::from(bits >> 3));
+                    let units = s * scale * q as i32 + ((eighths * min + 4) >> 3);
+                    f16_at(sup, o) / s as f32 * units as f32
+                }
+                Format::Q5K => {
                     let (scale, min) = (group[o], group[16 + o]);
                     f16_at(sup, o) * scale as f32 * minus(0) - f16_at(sup, 16 + o) * min as f32
                 }
@@ -633,7 +650,8 @@ mod tests {
         /// The code and what scales it, for outputs and columns that are not there.
         fn assert_nothing(&self, o: usize, k: usize) {
             assert_eq!(self.code(o, k), 0, "{}: code of output {o}, column {k}", self.format);
-            let bytes = self.format == Format::Mxfp4Ggml || self.layout.super_record > 0;
+            let by_turns = self.format == Format::Q4K;
+            let bytes = self.format == Format::Mxfp4Ggml || self.layout.super_record > 0 && !by_turns;
             for (name, record, width) in
                 [("group", self.group(k), if bytes { 1 } else { 2 }), ("256 columns", self.super_record(k), 2)]
             {
@@ -646,11 +664,11 @@ mod tests {
         }
     }
 
-    /// Reads everything back and compares it with the decoder, bit for bit.
+    /// Reads everything back and compares it with what it should be, bit for bit: with what decoders say, but for Q4_K.
     fn check(matrix: &Matrix) {
         let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
         let layout = packed_layout(format, cols);
-        let (bytes, want) = (packed(matrix), matrix.decode());
+        let (bytes, want) = (packed(matrix), as_packed(matrix));
         for (p, panel) in bytes.chunks_exact(layout.panel_bytes).enumerate() {
             let reader = Reader { format, layout, panel };
             for o in 0..PANEL {

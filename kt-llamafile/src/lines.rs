@@ -3,6 +3,7 @@
 #![allow(unsafe_code)] // kernel
 
 use kt_avx512::engine::{Bytes, Codes, Isa, LINE, Lines, Nibbles, PANEL, Scale};
+use kt_core::format::float::f16_to_f32;
 use kt_core::format::ggml::IQ4_VALUES;
 
 /// Defines codes that are unpacked without a table: the bytes of a step in each plane, whether plane 1 lies apart, and columns whose narrow sums
@@ -197,18 +198,115 @@ impl Scale for SignedPairs {
     const RECORD: usize = PANEL;
     const SUPER: usize = PANEL * 2;
     const OUTPUTS: bool = false;
-    const PAIRS: bool = true;
+    const WORDS: usize = 2;
     #[inline(always)]
     unsafe fn load<I: Isa>(isa: I, _: *const u8, above: *const u8) -> I::Flt {
         // SAFETY: readable by the caller's promise.
         unsafe { isa.load_f16(above) }
     }
     #[inline(always)]
-    unsafe fn pair<I: Isa>(isa: I, records: *const u8) -> I::Int {
+    unsafe fn words<I: Isa>(isa: I, records: *const u8, _: I::Int) -> I::Int {
         // SAFETY: readable by the caller's promise.
         unsafe { isa.words(isa.load_i8(records), isa.load_i8(records.wrapping_add(PANEL))) }
     }
 }
+
+/// U8 scales and minima by turns, which [`Ratio`] makes multiples of the same unit.
+///
+/// With zero points of 8: `unit * (s * scale * (code - 8) + (8 * s * scale + m * minimum))`.
+#[derive(Clone, Copy)]
+pub struct InUnits;
+
+impl Scale for InUnits {
+    const RECORD: usize = PANEL * 2;
+    const SUPER: usize = PANEL * 4;
+    const OUTPUTS: bool = false;
+    const WORDS: usize = 1;
+    #[inline(always)]
+    unsafe fn load<I: Isa>(isa: I, _: *const u8, above: *const u8) -> I::Flt {
+        // SAFETY: readable by the caller's promise.
+        let (base, v) = unsafe { (isa.load_f16(above), isa.load_i16(above.wrapping_add(PANEL * 2))) };
+        isa.mul(base, isa.exp2(isa.sub(isa.splat(127), isa.and(v, isa.splat(Ratio::POWER)))))
+    }
+    #[inline(always)]
+    unsafe fn factors<I: Isa>(isa: I, above: *const u8) -> I::Int {
+        // SAFETY: readable by the caller's promise.
+        let v = unsafe { isa.load_i16(above.wrapping_add(PANEL * 2)) };
+        // 64 times `s`, and as many times `m` in the upper word.
+        let s = isa.rounded(isa.exp2(isa.add(isa.and(v, isa.splat(Ratio::POWER)), isa.splat(127 + 6))));
+        isa.add(isa.up::<16>(isa.and(v, isa.splat(!Ratio::POWER))), s)
+    }
+    #[inline(always)]
+    unsafe fn words<I: Isa>(isa: I, record: *const u8, factors: I::Int) -> I::Int {
+        // SAFETY: readable by the caller's promise. Numbers of six bits do not reach the word above.
+        let numbers = isa.up::<9>(unsafe { isa.load_u8_words(record) });
+        let products = isa.mul_words_high(numbers, factors);
+        // Eight times the lower word to the upper one.
+        isa.add(products, isa.up::<19>(products))
+    }
+}
+
+/// F16 `d` and `-dmin` as multiples of the same unit, `s` and `m` of them: `s` is a power of two, `m` is rounded to eighths.
+///
+/// `unit` is `base / s`. What scales and minima, which have 6 bits, are multiplied to fits a word: `63 * (8 * s + |m|) < 2^15`. Where `-dmin` is some
+/// 8 times `d`, as in most files, `s` is 32 or 16, and minima are off by an eighth of `d` at most.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Ratio {
+    /// `d`; or `dmin`, where `d` is nothing beside it, and scales are taken for 0.
+    pub base: u16,
+    /// The power of two that `s` is.
+    pub power: u32,
+    /// Eight times `m`.
+    pub eighths: i32,
+    /// Whether scales are not taken for 0.
+    pub scales: bool,
+}
+
+impl Ratio {
+    /// The bits of [`Ratio::power`] in [`Ratio::bits`].
+    const POWER: i32 = 7;
+    /// What [`Ratio::power`] is at most.
+    const MOST_POWER: u32 = 5;
+    /// What `8 * s + |m|` is at most.
+    pub const MOST: i32 = i16::MAX as i32 / 63;
+    /// What eight times `m` is at most: eight times that is a word.
+    pub const MOST_EIGHTHS: i32 = (i16::MAX / 8) as i32;
+
+    /// That of these F16.
+    pub fn of(d: u16, dmin: u16) -> Ratio {
+        let (scale, min) = (f16_to_f32(d), f16_to_f32(dmin));
+        if !scale.is_finite() || !min.is_finite() {
+            return Ratio { base: F16_NAN, power: 0, eighths: 0, scales: true };
+        }
+        if scale != 0.0 {
+            let wanted = -8.0 * min / scale;
+            for power in (0..=Self::MOST_POWER).rev() {
+                let s = 1 << power;
+                let eighths = (wanted * s as f32).round_ties_even();
+                if eighths.abs() <= Self::MOST_EIGHTHS.min(8 * (Self::MOST - 8 * s)) as f32 {
+                    return Ratio { base: d, power, eighths: eighths as i32, scales: true };
+                }
+            }
+        }
+        Ratio { base: dmin, power: 0, eighths: if min == 0.0 { 0 } else { -8 }, scales: false }
+    }
+
+    /// Both numbers in 16 bits: the power in the low three, and above them `eighths`.
+    pub fn bits(self) -> i16 {
+        (self.eighths << 3 | self.power as i32) as i16
+    }
+
+    /// The weight with these numbers.
+    #[cfg(test)]
+    pub fn weight(self, scale: i32, min: i32, code: i32) -> f32 {
+        let scale = if self.scales { scale } else { 0 };
+        let units = (scale << self.power) * code + ((min * self.eighths + 4) >> 3);
+        f16_to_f32(self.base) / (1 << self.power) as f32 * units as f32
+    }
+}
+
+/// Not a number.
+const F16_NAN: u16 = 0x7e00;
 
 /// U8 scales times F16 `d`, less U8 minima times F16 `dmin`.
 #[derive(Clone, Copy)]
@@ -253,5 +351,63 @@ impl Scale for NibblesWithMinima {
         let (v, d) = unsafe { (isa.load_u8(record), isa.load_f16(above.wrapping_add(PANEL * 2))) };
         // The high nibble where it is, 16 times as large.
         isa.mul(isa.to_f32(isa.and(v, isa.splat(0xf0))), isa.mul(d, isa.splat_f32(-1.0 / 16.0)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kt_core::testing::Random;
+
+    fn of(d: f32, dmin: f32) -> Ratio {
+        Ratio::of(half::f16::from_f32(d).to_bits(), half::f16::from_f32(dmin).to_bits())
+    }
+
+    #[test]
+    fn ratios_keep_signs_and_what_is_larger() {
+        let parts = |d: f32, dmin: f32| {
+            let Ratio { base, power, eighths, scales } = of(d, dmin);
+            (f16_to_f32(base), power, eighths, scales)
+        };
+        assert_eq!(parts(0.0, 0.0), (0.0, 0, 0, false));
+        assert_eq!(parts(0.5, 0.0), (0.5, 5, 0, true));
+        assert_eq!(parts(0.5, 4.0), (0.5, 5, -8 * 256, true));
+        assert_eq!(parts(-0.5, 4.5), (-0.5, 4, 8 * 144, true));
+        assert_eq!(parts(-0.5, -250.0), (-0.5, 0, -8 * 500, true));
+        // Minima alone, with their very value.
+        assert_eq!(parts(0.0, -0.25), (-0.25, 0, -8, false));
+        assert_eq!(parts(2f32.powi(-14), 8.0), (8.0, 0, -8, false));
+        for (d, dmin) in [(f32::NAN, 1.0), (1.0, f32::NAN), (f32::INFINITY, 1.0), (0.0, f32::NEG_INFINITY)] {
+            assert!(parts(d, dmin).0.is_nan(), "{d} {dmin}");
+        }
+    }
+
+    #[test]
+    fn ratios_fit_words_and_are_near() {
+        let mut random = Random(2);
+        let mut with_scales = 0;
+        for _ in 0..20_000 {
+            let [d, dmin] = [0; 2].map(|_| random.bits() as u16);
+            let ratio = Ratio::of(d, dmin);
+            let Ratio { power, eighths, scales, .. } = ratio;
+            assert!(power <= 5 && 63 * (8 * 8 * (1 << power) + eighths.abs()) <= 8 * i32::from(i16::MAX), "{ratio:?}");
+            let bits = i32::from(ratio.bits());
+            assert_eq!((bits & 7, bits >> 3), (power as i32, eighths), "{ratio:?}");
+            let (d, dmin) = (f16_to_f32(d), f16_to_f32(dmin));
+            if scales && d.is_finite() && dmin.is_finite() {
+                with_scales += 1;
+                // Half an eighth for `m`, which 63 multiplies, and half a unit.
+                let error = (f64::from(ratio.weight(0, 63, 0)) + 63.0 * f64::from(dmin)).abs();
+                assert!(
+                    error <= f64::from(d.abs()) * (63.0 / 16.0 + 0.5) / f64::from(1 << power) * 1.001,
+                    "{d} {dmin}"
+                );
+                assert_eq!(ratio.weight(63, 0, 15), 63.0 * 15.0 * d);
+            } else if d.is_finite() && dmin.is_finite() {
+                assert!(dmin.abs() >= 500.0 * d.abs());
+                assert_eq!(ratio.weight(63, 5, 15), -5.0 * dmin);
+            }
+        }
+        assert!(with_scales > 5000, "{with_scales}");
     }
 }

@@ -12,6 +12,7 @@ use kt_core::{Format, Group, Matrix};
 
 use crate::Llamafile;
 use crate::layout::{PACKED, VERSION};
+use crate::lines::Ratio;
 
 const ROWS: [usize; 15] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 40, 130];
 
@@ -71,6 +72,48 @@ pub(crate) fn scales_at(format: Format) -> &'static [usize] {
         Format::Tq2_0 => &[64],
         _ => &[0],
     }
+}
+
+/// The weights that a matrix has once it is packed: those of Q4_K with minima in units of scales, others as they are.
+pub(crate) fn as_packed(m: &Matrix) -> Vec<f32> {
+    if m.format() != Format::Q4K {
+        return m.decode();
+    }
+    let blocks = (0..m.rows()).flat_map(|row| m.row(row).as_chunks::<{ ggml::Q4K_BYTES }>().0);
+    blocks.flat_map(q4_k_as_packed).collect()
+}
+
+fn q4_k_as_packed(block: &[u8; ggml::Q4K_BYTES]) -> [f32; ggml::K_COLS] {
+    let [d, dmin] = [0, 2].map(|at| u16::from_le_bytes([block[at], block[at + 1]]));
+    let ratio = Ratio::of(d, dmin);
+    let (scales, mins) = ggml::q4k_scales(block[4..].first_chunk().unwrap());
+    let codes = ggml::q4k_codes(block);
+    std::array::from_fn(|k| {
+        let [scale, min, code] = [scales[k / 32], mins[k / 32], codes[k]].map(i32::from);
+        ratio.weight(scale, min, code)
+    })
+}
+
+/// What Q4_K loses: nothing that rounding inputs would not bury.
+#[test]
+fn minima_in_units_of_scales_are_near() {
+    let mut random = Random(8);
+    // About what quantizers write: a minimum is some 8 times a scale.
+    let mut worst = 0f32;
+    for _ in 0..2000 {
+        let mut block: [u8; ggml::Q4K_BYTES] = std::array::from_fn(|_| random.bits() as u8);
+        let d = 0.001 * (1.0 + random.below(1000) as f32 / 500.0);
+        let dmin = d * (1.0 + random.below(1000) as f32 / 70.0);
+        for (at, v) in [(0, d), (2, dmin)] {
+            block[at..at + 2].copy_from_slice(&half::f16::from_f32(v).to_le_bytes());
+        }
+        let m = Matrix::new(Format::Q4K, 1, ggml::K_COLS, block.to_vec().into(), None).unwrap();
+        let (want, got) = (m.decode(), as_packed(&m));
+        let size = |v: &[f32]| v.iter().map(|v| v.abs()).sum::<f32>();
+        let error: Vec<f32> = want.iter().zip(&got).map(|(a, b)| a - b).collect();
+        worst = worst.max(size(&error) / size(&want));
+    }
+    assert!(worst < 1e-3 && worst > 0.0, "{worst:e}");
 }
 
 /// Random bytes in valid blocks.
@@ -161,9 +204,9 @@ fn product(k: Llamafile, weights: &Weights, outputs: Range<usize>, x: Inputs<'_>
     out
 }
 
-/// The largest error relative to the sum of magnitudes, against F64 arithmetic on decoded weights and packed inputs.
+/// The largest error relative to the sum of magnitudes, against F64 arithmetic on packed weights and inputs.
 fn error(m: &Matrix, x: &Inputs<'_>, rows: &[u32], out: &[f32]) -> f64 {
-    let (w, x_values, cols) = (m.decode(), unpacked(x), m.cols());
+    let (w, x_values, cols) = (as_packed(m), unpacked(x), m.cols());
     let mut worst = 0f64;
     for (&row, out) in rows.iter().zip(out.chunks_exact(m.rows())) {
         let x = &x_values[row as usize * cols..][..cols];

@@ -114,6 +114,23 @@ macro_rules! common {
         }
 
         #[inline(always)]
+        unsafe fn load_u8_words(self, p: *const u8) -> Int {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX2.
+            unsafe {
+                [
+                    _mm256_cvtepu8_epi16(_mm_loadu_si128(p.cast())),
+                    _mm256_cvtepu8_epi16(_mm_loadu_si128(p.add(16).cast())),
+                ]
+            }
+        }
+
+        #[inline(always)]
+        fn up<const N: u32>(self, v: Int) -> Int {
+            // SAFETY: `self` proves AVX2. The count becomes part of the instruction.
+            unsafe { each!(h => _mm256_sll_epi32(v[h], _mm_cvtsi32_si128(N as i32))) }
+        }
+
+        #[inline(always)]
         unsafe fn load_i8(self, p: *const u8) -> Int {
             // SAFETY: readable by the caller's promise, and `self` proves AVX2.
             unsafe {
@@ -273,7 +290,6 @@ macro_rules! common {
             fn times_power(self, v: Flt, power: Flt) -> Flt { self.mul(v, power) }
             fn splat_f32(self, v: f32) -> Flt { [_mm256_set1_ps(v); 2] }
             fn add(self, a: Int, b: Int) -> Int { halves!(_mm256_add_epi32(a, b)) }
-            fn times_16(self, v: Int) -> Int { each!(h => _mm256_slli_epi32::<4>(v[h])) }
             fn max(self, a: Int, b: Int) -> Int { halves!(_mm256_max_epu32(a, b)) }
             fn abs(self, v: Flt) -> Flt {{
                 let sign = _mm256_set1_ps(-0.0);
@@ -302,10 +318,10 @@ macro_rules! common {
             fn sub(self, a: Int, b: Int) -> Int { halves!(_mm256_sub_epi32(a, b)) }
             fn and(self, a: Int, b: Int) -> Int { halves!(_mm256_and_si256(a, b)) }
             fn xor(self, a: Int, b: Int) -> Int { halves!(_mm256_xor_si256(a, b)) }
-            fn word_up(self, v: Int) -> Int { each!(h => _mm256_slli_epi32::<16>(v[h])) }
             fn words(self, high: Int, low: Int) -> Int {
                 each!(h => _mm256_blend_epi16::<0xaa>(low[h], _mm256_slli_epi32::<16>(high[h])))
             }
+            fn mul_words_high(self, a: Int, b: Int) -> Int { halves!(_mm256_mulhrs_epi16(a, b)) }
             fn madd(self, a: Int, b: Int) -> Int { halves!(_mm256_madd_epi16(a, b)) }
             fn exp2(self, v: Int) -> Flt {{
                 let least = _mm256_set1_epi32(1 << 22);

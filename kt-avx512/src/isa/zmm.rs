@@ -90,6 +90,18 @@ macro_rules! common {
         }
 
         #[inline(always)]
+        unsafe fn load_u8_words(self, p: *const u8) -> __m512i {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX-512 BW.
+            unsafe { _mm512_cvtepu8_epi16(_mm256_loadu_si256(p.cast())) }
+        }
+
+        #[inline(always)]
+        fn up<const N: u32>(self, v: __m512i) -> __m512i {
+            // SAFETY: `self` proves AVX-512 F.
+            unsafe { _mm512_slli_epi32::<N>(v) }
+        }
+
+        #[inline(always)]
         unsafe fn load_i8(self, p: *const u8) -> __m512i {
             // SAFETY: readable by the caller's promise, and `self` proves AVX-512 F.
             unsafe { _mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())) }
@@ -265,7 +277,6 @@ macro_rules! common {
             fn times_power(self, v: __m512, power: __m512) -> __m512 { _mm512_scalef_ps(v, power) }
             fn splat_f32(self, v: f32) -> __m512 { _mm512_set1_ps(v) }
             fn add(self, a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) }
-            fn times_16(self, v: __m512i) -> __m512i { _mm512_slli_epi32::<4>(v) }
             fn max(self, a: __m512i, b: __m512i) -> __m512i { _mm512_max_epu32(a, b) }
             fn abs(self, v: __m512) -> __m512 { _mm512_abs_ps(v) }
             fn fraction(self, v: __m512) -> __m512 { _mm512_reduce_ps::<0>(v) }
@@ -286,10 +297,10 @@ macro_rules! common {
             fn sub(self, a: __m512i, b: __m512i) -> __m512i { _mm512_sub_epi32(a, b) }
             fn and(self, a: __m512i, b: __m512i) -> __m512i { _mm512_and_si512(a, b) }
             fn xor(self, a: __m512i, b: __m512i) -> __m512i { _mm512_xor_si512(a, b) }
-            fn word_up(self, v: __m512i) -> __m512i { _mm512_slli_epi32::<16>(v) }
             fn words(self, high: __m512i, low: __m512i) -> __m512i {
                 _mm512_mask_blend_epi16(0xaaaa_aaaa, low, _mm512_slli_epi32::<16>(high))
             }
+            fn mul_words_high(self, a: __m512i, b: __m512i) -> __m512i { _mm512_mulhrs_epi16(a, b) }
             fn madd(self, a: __m512i, b: __m512i) -> __m512i { _mm512_madd_epi16(a, b) }
             fn exp2(self, v: __m512i) -> __m512 {
                 _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32::<23>(v), _mm512_set1_epi32(1 << 22)))

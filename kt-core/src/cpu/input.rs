@@ -42,10 +42,14 @@ pub enum Sums {
     /// columns. Products of the codes of a half with integers of up to so great a magnitude sum up to a signed word: where they would not,
     /// the codes of the group are smaller.
     Halves(i32),
+    /// The sum as the upper word of an I32, and so many times the sum, [`WORD_ZERO`] more, below it: for weights that have integers for scales
+    /// and for minima, so that one multiplication of words does for both. Weights have magnitudes of 8 at most, so that sums of products
+    /// of the codes of 32 columns fit a word.
+    Words(i32),
 }
 
-/// Added to a signed word, makes it an unsigned one: sums of the second halves begin with it, so that the words of two sums can share a dword
-/// from the start.
+/// Added to a signed word, makes it an unsigned one: sums that are lower words begin with it, so that they never borrow from the sums above
+/// them.
 pub const WORD_ZERO: i32 = 1 << 15;
 
 impl Sums {
@@ -60,7 +64,7 @@ impl Sums {
     pub fn most(self) -> i32 {
         match self {
             Sums::Halves(times) => (i16::MAX as u32 / times.unsigned_abs().max(1)) as i32,
-            Sums::Times(_) | Sums::Scaled => i32::MAX,
+            Sums::Times(_) | Sums::Scaled | Sums::Words(_) => i32::MAX,
         }
     }
 
@@ -71,6 +75,7 @@ impl Sums {
         match self {
             Sums::Times(times) => out.copy_from_slice(&(sum * times).to_le_bytes()),
             Sums::Scaled => out.copy_from_slice(&(scale * sum as f32).to_le_bytes()),
+            Sums::Words(times) => out.copy_from_slice(&((sum << 16) + sum * times + WORD_ZERO).to_le_bytes()),
             Sums::Halves(times) => {
                 for (out, sum) in
                     out.as_chunks_mut::<4>().0.iter_mut().zip([halves[0] * times, halves[1] * times + WORD_ZERO])
@@ -345,6 +350,21 @@ mod tests {
         assert_eq!((whole.len(), sums.len()), (4, 8));
         for (i, (sum, codes)) in sums.iter().zip(codes.chunks(16)).enumerate() {
             assert_eq!(*sum, -4 * codes.iter().sum::<i32>() + i as i32 % 2 * WORD_ZERO);
+        }
+    }
+
+    #[test]
+    fn words_have_the_sum_above_what_it_takes_off() {
+        let x: Vec<f32> = (0..BLOCK).map(|i| (i as f32).sin()).collect();
+        let (codes, _, sums) = packed(Sums::Words(-8), &x);
+        assert_eq!(codes, packed(Sums::Times(1), &x).0);
+        for (kept, codes) in sums.iter().zip(codes.chunks(32)) {
+            // As products go on: with codes of 0..16, the sum of 32 of them less 8 each fits a word.
+            for code in [0, 15] {
+                let sum: i32 = codes.iter().sum();
+                let words = kept + code * sum;
+                assert_eq!((words >> 16, (words & 0xffff) - WORD_ZERO), (sum, (code - 8) * sum));
+            }
         }
     }
 

@@ -125,6 +125,7 @@ fn input(layout: InputLayout) -> abi::Input {
                 Sums::Times(times) => (0, times),
                 Sums::Scaled => (1, 0),
                 Sums::Halves(times) => (2, times),
+                Sums::Words(times) => (3, times),
             };
             abi::Input { kind: 2, group: group as u32, sums, times }
         }
@@ -140,6 +141,7 @@ fn input_of(input: abi::Input) -> Option<InputLayout> {
                 0 => Sums::Times(input.times),
                 1 => Sums::Scaled,
                 2 => Sums::Halves(input.times),
+                3 => Sums::Words(input.times),
                 _ => return None,
             };
             InputLayout::Int8 { group: group as usize, sums }
@@ -319,7 +321,7 @@ mod tests {
     fn roundings_of_inputs_come_back_as_they_went() {
         let mut all = vec![InputLayout::F32, InputLayout::Bf16];
         for group in [16, 32, 128] {
-            for sums in [Sums::Times(-8), Sums::Times(1), Sums::Scaled, Sums::Halves(-32)] {
+            for sums in [Sums::Times(-8), Sums::Times(1), Sums::Scaled, Sums::Halves(-32), Sums::Words(-8)] {
                 all.push(InputLayout::Int8 { group, sums });
             }
         }
