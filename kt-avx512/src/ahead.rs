@@ -85,7 +85,7 @@ pub(crate) enum Level {
 }
 
 /// The parts of two panels, and inputs.
-const RANGES: usize = 2 * 4 + 1;
+const RANGES: usize = 2 * 2 + 1;
 
 impl Later {
     /// Forgets what is left, to begin anew.
