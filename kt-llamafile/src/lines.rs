@@ -249,7 +249,7 @@ impl Scale for InUnits {
 /// F16 `d` and `-dmin` as multiples of the same unit, `s` and `m` of them: `s` is a power of two, `m` is rounded to eighths.
 ///
 /// `unit` is `base / s`. What scales and minima, which have 6 bits, are multiplied to fits a word: `63 * (8 * s + |m|) < 2^15`. Where `-dmin` is some
-/// 8 times `d`, as in most files, `s` is 32 or 16, and minima are off by an eighth of `d` at most.
+/// 8 times `d`, `s` is 32 or 16, and the largest minima are off by 0.14 or 0.28 of `d` at most.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Ratio {
     /// `d`; or `dmin`, where `d` is nothing beside it, and scales are taken for 0.
