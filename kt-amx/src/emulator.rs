@@ -36,6 +36,7 @@ struct Touched {
     panels: usize,
     panel_stride: usize,
     line_bytes: usize,
+    line_skip: usize,
     sums: usize,
     spans: usize,
 }
@@ -52,7 +53,8 @@ impl Touched {
             lines: p.lines.addr(),
             panels: p.panels,
             panel_stride: p.panel_stride,
-            line_bytes: p.blocks * p.steps * p.step_bytes * PANEL,
+            line_bytes: p.steps * p.step_bytes * PANEL,
+            line_skip: p.line_skip,
             sums: p.sums.addr(),
             spans: p.blocks * p.steps / p.sum_steps,
         }
@@ -77,7 +79,9 @@ impl Touched {
                 && (at - block) / self.row_stride < self.rows
                 && within(block + (at - block) / self.row_stride * self.row_stride, self.row_bytes)
         });
-        row || (0..self.panels).any(|p| within(self.lines + p * self.panel_stride, self.line_bytes))
+        let lines = |p: usize, b: usize| self.lines + p * self.panel_stride + b * (self.line_bytes + self.line_skip);
+        let line = |p: usize| (0..self.blocks).any(|b| within(lines(p, b), self.line_bytes));
+        row || (0..self.panels).any(line)
     }
 }
 
@@ -275,7 +279,7 @@ mod tests {
 
     #[test]
     fn rows_beside_those_of_a_product_are_out_of_bounds() {
-        // 17 rows of two blocks of 128 bytes with 32 more, one panel, a sum per block.
+        // 17 rows of two blocks of 128 bytes with 32 more, one panel with 64 bytes between its blocks, a sum per block.
         let p = TileProduct {
             bf16: false,
             rows: 17,
@@ -288,6 +292,7 @@ mod tests {
             row_stride: 160,
             block_stride: 0x4000,
             lines: 0x20000 as *const u8,
+            line_skip: 64,
             panel_stride: 0x8000,
             sums: 0x30000 as *mut u8,
             from_sums: false,
@@ -300,8 +305,11 @@ mod tests {
             (0x10000 + 17 * 160, 64, false), // an absent row
             (0x10000 + 65, 64, false),       // beyond the codes
             (0x18000, 64, false),            // an absent block
-            (0x20000 + 4096 - 64, 64, true),
-            (0x20000 + 4096, 64, false),
+            (0x20000 + 2048 - 64, 64, true),
+            (0x20000 + 2048, 64, false), // between blocks
+            (0x20000 + 2048 + 64, 64, true),
+            (0x20000 + 4096, 64, true),
+            (0x20000 + 4096 + 64, 64, false),
             (0x28000, 64, false), // an absent panel
             (0x30000, 64, false), // sums are no operands
         ] {

@@ -84,6 +84,8 @@ struct Call {
     sum_steps: usize,
     /// From the end of a block of a row to the next one.
     skip: usize,
+    /// From the lines of a block to those of the next one.
+    line_skip: usize,
 }
 
 /// The block of assembly for some of the tiles: sums to clear, to load and to write, operands to load, and products.
@@ -100,6 +102,7 @@ macro_rules! tiles {
             steps: $p.steps,
             sum_steps: $p.sum_steps,
             skip: $p.block_stride.wrapping_sub($p.steps * $p.step_bytes),
+            line_skip: $p.line_skip,
         };
         // SAFETY: all pieces that are loaded are readable, and the sums writable, by the caller's promise; `self` proves the
         // instructions. Pointers to absent rows and panels are moved and not used.
@@ -135,6 +138,9 @@ macro_rules! tiles {
                 "mov {bytes}, qword ptr [{call} + {SKIP}]",
                 "add {a0}, {bytes}",
                 "add {a1}, {bytes}",
+                "mov {bytes}, qword ptr [{call} + {LINE_SKIP}]",
+                "add {b0}, {bytes}",
+                "add {b1}, {bytes}",
                 "dec {blocks}",
                 "jnz 3b",
                 "tilerelease",
@@ -156,6 +162,7 @@ macro_rules! tiles {
                 STEPS = const offset_of!(Call, steps),
                 SUM_STEPS = const offset_of!(Call, sum_steps),
                 SKIP = const offset_of!(Call, skip),
+                LINE_SKIP = const offset_of!(Call, line_skip),
                 SUMS = const SUMS_BYTES,
                 out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
                 out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,

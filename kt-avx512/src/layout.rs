@@ -3,12 +3,12 @@
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …          outputs padded to 16
 //! panel    front: scales of outputs, of 256 columns, of groups | block 0 | block 1 | … | lines that lie apart   sections padded to 64 bytes
-//! block    scales of groups, of nibbles | lines                                                             128 columns; k padded to that
+//! block    scales of groups, of codes in one plane | lines                                                   128 columns; k padded to that
 //! ```
 //!
-//! Nibbles have the scales of their groups at hand: then what a product needs comes in the order of addresses, one panel after another, and a
-//! single stream is what memory is read fastest in (`PERFORMANCE.md`). That is, if the groups divide a block and their scales fill lines; where a
-//! group is a block, the first of two blocks or of four has the scales of all of them. Else they are in front.
+//! Integer codes of 4 or 8 bits have the scales of their groups at hand: then what a product needs comes in the order of addresses, one panel
+//! after another, and a single stream is what memory is read fastest in (`PERFORMANCE.md`). That is, if the groups divide a block and their scales
+//! fill lines; where a group is a block, the first of two blocks or of four has the scales of all of them. Else they are in front.
 //!
 //! | formats | a line | scales of a panel |
 //! | --- | --- | --- |
@@ -45,35 +45,35 @@ use kt_core::{Format, Group, Matrix};
 
 /// The version of everything said above, and of how scales are rounded. Packed weights are kept on disk with it: raise it with any
 /// change of the bytes.
-pub(crate) const VERSION: u32 = 3;
+pub(crate) const VERSION: u32 = 4;
 
 /// What version [`VERSION`] makes of fixed matrices: checksums, by format. A test compares; it prints this table as it should be.
 #[cfg(test)]
 pub(crate) const PACKED: &[(&str, u64)] = &[
-    ("F32", 0x55e21ece08f10dfa),
-    ("F16", 0xc65aec74215425a8),
-    ("BF16", 0xf8d3cb6b8dcb0c41),
-    ("FP8-block", 0x2b6d25e7a20a92bd),
-    ("FP8-channel", 0x26bb12e563d31a3f),
-    ("INT8-channel", 0xa77ba4fb128d6b16),
-    ("INT8-g32", 0x9f4d0cb8492e7ff2),
-    ("INT8-g128", 0x6d27680469f86317),
-    ("INT8-offset-channel", 0x4e39d645d02da5dd),
-    ("INT8-offset-g128", 0x10720d7fd922032b),
-    ("INT8-asym-channel", 0xde0a44f28d1dd798),
-    ("INT8-asym-g32", 0xc8688f86a721a56d),
-    ("INT8-asym-g128", 0xd11d5fb8d877702e),
-    ("INT4-channel", 0xd29eb1bdff21321b),
-    ("INT4-g32", 0x5eeaf4e86a525ee5),
-    ("INT4-g64", 0x79d827ff3a154498),
-    ("INT4-g128", 0x852c525c77671bd0),
-    ("INT4-asym-channel", 0x388af9175e352902),
-    ("INT4-asym-g32", 0x00ac708417e115ca),
-    ("INT4-asym-g128", 0x9c5cd71fc509fc1f),
-    ("MXFP4", 0x55b08e20b1aefd0e),
-    ("MXFP8", 0x21c83e17752a7b24),
-    ("NVFP4", 0xd8ed1b0e336fd248),
-    ("INT4-g96", 0x120d88fd0109dba3),
+    ("F32", 0xb59f9a4da47382e5),
+    ("F16", 0x81e98f8c5809dc85),
+    ("BF16", 0x4a1eb9908e737ed5),
+    ("FP8-block", 0x3227c3096ea3f07b),
+    ("FP8-channel", 0x0b33bd24a04224f5),
+    ("INT8-channel", 0xbda1b654917ff86e),
+    ("INT8-g32", 0x9d2e7024411b5f24),
+    ("INT8-g128", 0x507aec453afdab12),
+    ("INT8-offset-channel", 0x849a995ea07192a1),
+    ("INT8-offset-g128", 0x912c0417a04304da),
+    ("INT8-asym-channel", 0x579271cb16794d5a),
+    ("INT8-asym-g32", 0x8a91b32bf234f907),
+    ("INT8-asym-g128", 0x7595cc95d86af817),
+    ("INT4-channel", 0x023007fecee7b306),
+    ("INT4-g32", 0xa1704f708bed9055),
+    ("INT4-g64", 0x556ddafec461c1bb),
+    ("INT4-g128", 0x26e321a25ae1e783),
+    ("INT4-asym-channel", 0x4a5f304a7274e7d5),
+    ("INT4-asym-g32", 0xda54385584e287de),
+    ("INT4-asym-g128", 0xcc906e28b2840266),
+    ("MXFP4", 0x6aa865a1573d44b5),
+    ("MXFP8", 0x6819f8fbe8267a41),
+    ("NVFP4", 0xee01a2b108441a3b),
+    ("INT4-g96", 0x2fd17f5ab48d22df),
 ];
 
 /// Outputs of a panel.
@@ -125,20 +125,20 @@ pub struct Parts {
     pub groups: Option<(usize, usize)>,
     /// Bytes of a record of [`SUPER`] columns.
     pub super_record: usize,
+    /// Whether scales of groups are to be among the blocks, if they fill lines there.
+    pub among: bool,
 }
 
 impl Layout {
     /// The layout of a matrix of so many columns that has these parts.
     pub fn of(cols: usize, parts: Parts) -> Self {
-        let Parts { lines, outputs, groups, super_record } = parts;
+        let Parts { lines, outputs, groups, super_record, among } = parts;
         let blocks = cols.div_ceil(BLOCK);
         let padded = blocks * BLOCK;
         let supers_at = outputs.next_multiple_of(LINE);
         let groups_at = supers_at + (padded.div_ceil(SUPER) * super_record).next_multiple_of(LINE);
         let (group, record) = (groups.map(|g| g.0), groups.map_or(0, |g| g.1));
-        // Of a block of nibbles; of others there are none among the blocks.
-        let nibbles = lines == [PANEL * BLOCK / 2, 0];
-        let of_block = group.filter(|&g| nibbles && g > 0 && BLOCK.is_multiple_of(g)).map_or(0, |g| BLOCK / g * record);
+        let of_block = group.filter(|&g| among && g > 0 && BLOCK.is_multiple_of(g)).map_or(0, |g| BLOCK / g * record);
         let (unit, head) = unit_of(of_block, group == Some(BLOCK));
         let in_front = match group {
             Some(g) if head == 0 && padded > 0 => padded.div_ceil(g) * record,
@@ -186,7 +186,8 @@ impl Layout {
             Format::Int8(g) | Format::Int8Offset(g) => (8, of(g, 2)),
             _ => (8, (each, None)),
         };
-        Layout::of(cols, Parts { lines: [PANEL * BLOCK * bits / 8, 0], outputs, groups, super_record: 0 })
+        let among = !matches!(format, Format::Fp8Block | Format::Mxfp8);
+        Layout::of(cols, Parts { lines: [PANEL * BLOCK * bits / 8, 0], outputs, groups, super_record: 0, among })
     }
 
     /// Bytes between the scales of a unit's groups and those of the next one's.
@@ -401,7 +402,7 @@ mod tests {
     #[test]
     fn parts_of_all_blocks_are_the_panel() {
         // Lines apart and records of 256 columns as well, which no format of this crate has.
-        let parts = Parts { lines: [1024, 256], outputs: 4, groups: Some((64, 32)), super_record: 32 };
+        let parts = Parts { lines: [1024, 256], outputs: 4, groups: Some((64, 32)), super_record: 32, among: false };
         let others = [
             (Format::Bf16, 100),
             (Format::Int4(Group::Of(32)), 704),
@@ -409,6 +410,8 @@ mod tests {
             (Format::Mxfp8, 2880),
             (Format::Int4(Group::Of(128)), 704),
             (Format::Int4Asym(Group::Of(128)), 2880),
+            (Format::Int8(Group::Of(32)), 2880),
+            (Format::Int8(Group::Of(128)), 700),
         ];
         for layout in
             others.map(|(format, cols)| Layout::new(format, cols)).into_iter().chain([Layout::of(1100, parts)])
@@ -446,6 +449,11 @@ mod tests {
         let layout = Layout::new(Format::Int4Asym(Group::Of(128)), 5 * 128);
         assert_eq!((layout.unit, layout.head, layout.panel_bytes), (4, 192, 64 + 5 * 1024 + 2 * 192));
         assert_eq!([3, 4].map(|g| layout.record_at(g)), [64 + 144, 64 + 192 + 4096]);
+        // Codes of 8 bits.
+        let layout = Layout::new(Format::Int8(Group::Of(32)), 300);
+        assert_eq!((layout.unit, layout.head, layout.panel_bytes), (1, 128, 64 + 3 * (128 + 2048)));
+        let layout = Layout::new(Format::Int8(Group::Of(128)), 300);
+        assert_eq!((layout.unit, layout.head, layout.panel_bytes), (2, 64, 64 + 3 * 2048 + 2 * 64));
         // Groups that no block divides, and such of several blocks.
         for (group, front) in [(96, 64 + 4 * 32), (256, 64 + 2 * 32)] {
             let layout = Layout::new(Format::Int4(Group::Of(group)), 300);

@@ -42,7 +42,7 @@ pub trait Path<I: Isa> {
     const ROWS: usize;
     /// Whether products are those of integers.
     const INTEGERS: bool;
-    /// Whether lines are operands and nothing is scaled in between.
+    /// Whether lines are operands.
     const LIGHT: bool;
     /// Whether rows that are few stream. Integer products that do so have the same bits without a tile unit, so that code which has one
     /// leaves them out.
@@ -106,11 +106,13 @@ macro_rules! summed_shapes {
 
 /// Panels at once for rows that stream. Where little happens per line, one: a single stream from memory is fastest, if nothing that a panel needs
 /// is elsewhere. Else enough independent sums to hide the latency of unpacking and scaling, as far as registers go: those that codes pass
-/// through count as well. In the order of a tile unit there are three times as many. `within`: scales of groups are among the blocks.
-fn stream_panels<I: Isa, K: Path<I>>(rows: usize, within: bool) -> usize {
+/// through count as well. In the order of a tile unit there are three times as many.
+fn stream_panels<I: Isa, K: Path<I>>(rows: usize, layout: &Layout) -> usize {
+    // Whether scales of groups are among the blocks.
+    let among = layout.head > 0 && ahead::one_stream();
     match (I::LARGE, rows) {
-        _ if K::LIGHT => 1,
-        (true, rows) if rows <= K::ONE_STREAM && within && ahead::one_stream() => 1,
+        _ if K::LIGHT && layout.record == 0 => 1,
+        (true, rows) if among && (K::LIGHT || rows <= K::ONE_STREAM) => 1,
         (_, 2..) if I::TILES => 1,
         // Bits from two places, or four codes of a byte, pass through more registers than nibbles.
         (false, 1) if K::Lines::PLANES != [LINE, 0] => 2,
@@ -140,7 +142,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         6
     };
     const INTEGERS: bool = true;
-    const LIGHT: bool = L::OPERANDS == 1 && S::RECORD == 0;
+    const LIGHT: bool = L::OPERANDS == 1;
     const STREAMS: bool = !I::TILES;
     const ONE_STREAM: usize = one_stream::<L, S, XG, WG>();
     const SCALED_BLOCKS: usize = scaled_blocks::<S>();
@@ -364,7 +366,7 @@ impl Product<'_> {
             later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
             later.spread(1);
             later.ask(Level::Second);
-            let most = stream_panels::<I, K>(n, layout.head > 0);
+            let most = stream_panels::<I, K>(n, &layout);
             let (lines_at, scales_at, ahead_of_most) =
                 (layout.lines_at(0), scales_at(0), Ahead::of(n, most, K::INTEGERS));
             while done < width {

@@ -118,6 +118,12 @@ impl Tile<'_> {
         self.per_unit(self.first_block + block) - self.per_unit(self.first_block)
     }
 
+    /// Bytes from the lines of the first block of these to those of another one, if each has `bytes` of them.
+    #[inline(always)]
+    pub fn lines_before(&self, block: usize, bytes: usize) -> usize {
+        block * bytes + self.units_before(block) * self.line_skip
+    }
+
     /// From something in the panels to where it is in those that follow.
     #[inline(always)]
     fn following(&self) -> usize {
@@ -225,7 +231,7 @@ pub(crate) struct IntTile<
     pub kind: PhantomData<(L, S)>,
 }
 
-/// Blocks of nibbles whose scales come before the first one of them, and lines of these; see [`Layout::of`](crate::layout::Layout::of).
+/// Blocks whose scales come before the first one of them, if they are among the blocks, and lines of these; see [`Layout::of`](crate::layout::Layout::of).
 const fn head<S: Scale, const XG: usize, const WG: usize>() -> (usize, usize) {
     let group = if S::WORDS > 0 { XG } else { WG };
     let of_block = match BLOCK.checked_div(group) {
@@ -479,6 +485,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             }
         }
         let stride = [block_bytes[0] + t.per_unit(t.line_skip), block_bytes[1]];
+        // Those of one panel alone that are among the blocks are asked for as they come.
+        let asks_records = P > 1 || t.line_skip == 0;
         assert!(if Self::UNITS { t.unit.is_power_of_two() } else { t.unit == 1 });
         assert!((t.first_block | t.blocks).is_multiple_of(scaled_blocks::<S>()));
         for tile in 0..t.row_tiles {
@@ -500,10 +508,11 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     scaled_words = [[isa.zero(); P]; R];
                 }
                 let ahead = if Self::ASKS { t.ahead::<P>(block, stride) } else { [0; 2] };
-                if Self::ONE_STREAM && block & (Self::HEAD.0 - 1) == 0 {
-                    // The scales now, as they come, and not between lines.
+                if STREAM && P == 1 && t.line_skip > 0 && block & (Self::HEAD.0 - 1) == 0 {
+                    // The scales in the order of addresses, and not between lines.
                     for i in 0..Self::HEAD.1 {
-                        prefetch_now(line[0].wrapping_sub((Self::HEAD.1 - i) * LINE));
+                        let at = line[0].wrapping_sub((Self::HEAD.1 - i) * LINE);
+                        if Self::ONE_STREAM { prefetch_now(at) } else { t.ahead.ask(at.wrapping_add(ahead[0])) }
                     }
                 }
                 if !STREAM && !L::SUMMED {
@@ -570,7 +579,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 let at = record.wrapping_add(p * t.panel_stride);
                                 // SAFETY: the records of this group, or of these two, of panel `p`, in bounds as said above.
                                 let scales = unsafe { S::words(isa, at, factors[p]) };
-                                if Self::ASKS {
+                                if Self::ASKS && asks_records {
                                     t.ahead.ask(at.wrapping_add(t.following()));
                                 }
                                 for sums in &mut sums {
@@ -617,7 +626,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 minimum[p] = unsafe { S::minima(isa, at, above) };
                             }
                         }
-                        for p in 0..if Self::ASKS && S::RECORD > 0 && S::WORDS == 0 { P } else { 0 } {
+                        for p in 0..if Self::ASKS && S::RECORD > 0 && S::WORDS == 0 && asks_records { P } else { 0 } {
                             t.ahead.ask(record.wrapping_add(p * t.panel_stride).wrapping_add(t.following()));
                         }
                         if S::WORDS == 0 {

@@ -37,8 +37,9 @@ const ROWS: usize = 4;
 
 /// What a tile unit multiplies: up to 32 input rows with one panel or two, step by step of up to 64 bytes of a row.
 ///
-/// Step `s` of block `b` of row `r` is at `inputs + b * block_stride + r * row_stride + s * step_bytes`, and its lines, `step_bytes / 4` of
-/// them, come one after the other: those of panel `p` begin at `lines + p * panel_stride`.
+/// Step `s` of block `b` of row `r` is at `inputs + b * block_stride + r * row_stride + s * step_bytes`. The lines of a block, `step_bytes / 4`
+/// for each step, come one after the other, and `line_skip` bytes after them those of the next one; those of panel `p` begin at `lines + p *
+/// panel_stride`.
 #[derive(Debug)]
 pub struct TileProduct {
     /// BF16 numbers; else signed bytes of inputs with unsigned ones of weights, whose sums are I32.
@@ -63,6 +64,8 @@ pub struct TileProduct {
     pub block_stride: usize,
     /// The lines of the first panel.
     pub lines: *const u8,
+    /// See above.
+    pub line_skip: usize,
     /// See above.
     pub panel_stride: usize,
     /// Where sums go: that of row `r`, panel `p` and span `n` are 64 bytes at
@@ -122,12 +125,17 @@ pub(crate) fn cached<I: Isa>(
             && tile.sums.len() == SUMS_SIZE
     );
     assert!(row_stride >= row_bytes);
-    assert!(tile.line_skip == 0);
-    assert!(tile.weights[0].len() >= (panels - 1) * tile.weight_stride + tile.blocks * line_bytes);
+    let end = tile.lines_before(tile.blocks - 1, line_bytes) + line_bytes;
+    assert!(tile.weights[0].len() >= (panels - 1) * tile.weight_stride + end);
     assert!(tile.inputs.len() >= (tile.blocks - 1) * tile.input_stride + rows * row_stride);
     let sums = std::mem::take(&mut tile.sums);
-    for start in (0..tile.blocks).step_by(most) {
-        let blocks = most.min(tile.blocks - start);
+    let mut start = 0;
+    while start < tile.blocks {
+        let mut blocks = most.min(tile.blocks - start);
+        if tile.line_skip > 0 && tile.unit > 1 {
+            // No more than are one after the other.
+            blocks = blocks.min(tile.unit - (tile.first_block + start) % tile.unit);
+        }
         for _ in 0..blocks {
             tile.later.ask(Level::Second);
         }
@@ -155,7 +163,8 @@ pub(crate) fn cached<I: Isa>(
             inputs: inputs.as_ptr(),
             row_stride,
             block_stride: tile.input_stride,
-            lines: tile.weights[0][start * line_bytes..].as_ptr(),
+            lines: tile.weights[0][tile.lines_before(start, line_bytes)..].as_ptr(),
+            line_skip: if tile.unit > 1 { 0 } else { tile.line_skip },
             panel_stride: tile.weight_stride,
             sums: sums.as_mut_ptr(),
             from_sums,
@@ -190,5 +199,6 @@ pub(crate) fn cached<I: Isa>(
             rest(now, panels, part);
             done += now;
         }
+        start += blocks;
     }
 }

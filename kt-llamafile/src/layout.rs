@@ -3,7 +3,7 @@
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …                      outputs padded to 16
 //! panel    super records | group records, where they are not in blocks | block 0 | block 1 | …   each part padded to 64 bytes
-//! block    group records, where there is one plane of 4 bits | group 0 | group 1 | …            columns padded to 128
+//! block    group records, where there is one plane of 4 or 8 bits | group 0 | group 1 | …            columns padded to 128
 //! group    first step of plane 0 | plane 1 | other steps of plane 0                              what the second table has as a group
 //! plane    steps of 8 columns of a group
 //!
@@ -62,33 +62,33 @@ use kt_core::{Format, Matrix};
 use crate::lines::{IQ1_FLIP, IQ1_VALUES, IQ2_FLIP, IQ2_VALUES, IQ3_FLIP, IQ3_S_VALUES, IQ3_XXS_VALUES, Ratio};
 
 /// The version of everything said above. Packed weights are kept on disk with it: raise it with any change of the bytes.
-pub(crate) const VERSION: u32 = 5;
+pub(crate) const VERSION: u32 = 6;
 
 /// What version [`VERSION`] makes of fixed matrices: checksums, by format. A test compares; it prints this table as it should be.
 #[cfg(test)]
 pub(crate) const PACKED: &[(&str, u64)] = &[
-    ("Q8_0", 0xe537e969a278d19f),
-    ("Q4_0", 0x90d7be5ed2f653a7),
-    ("Q4_K", 0x05353b18a57b69e9),
-    ("Q5_K", 0xb19c120fe3d8fba2),
-    ("Q6_K", 0x2dac81a960ec70a2),
-    ("Q4_1", 0x933ed1797373e3cc),
-    ("Q5_0", 0xaa48cd0a80c2f705),
-    ("Q5_1", 0xeb0d5a7f688fcfff),
-    ("Q2_K", 0x40e53efd7f1659f2),
-    ("Q3_K", 0xbc5cd18c0d2e83a6),
-    ("IQ4_NL", 0x90d7be5ed2f653a7),
-    ("IQ4_XS", 0xca6b8727f9eb947b),
-    ("IQ2_XXS", 0xccfee5fc772f83ec),
-    ("IQ2_XS", 0x66ac07f2bf6fd18c),
-    ("IQ2_S", 0xedd1fa2e748c5d41),
-    ("IQ3_XXS", 0x6068c55f5017242e),
-    ("IQ3_S", 0xa1f7bbcec398cc50),
-    ("IQ1_S", 0x4ed96f36251879b3),
-    ("IQ1_M", 0x7fbedfc54b45d1d0),
-    ("TQ1_0", 0xb3a9cccab582c06c),
-    ("TQ2_0", 0xef888c948e409e0f),
-    ("MXFP4-ggml", 0x59de14b54a220a1f),
+    ("Q8_0", 0x825e40b86260665b),
+    ("Q4_0", 0x935667826f6332f4),
+    ("Q4_K", 0x1e6433fb6d4607d7),
+    ("Q5_K", 0xc37592a79e2b2646),
+    ("Q6_K", 0x95e8207cecc8e2d7),
+    ("Q4_1", 0x4ef115fa62c2d9ba),
+    ("Q5_0", 0x834f0265cbd88034),
+    ("Q5_1", 0x918832adb3d175a0),
+    ("Q2_K", 0x49f6a78043bddc94),
+    ("Q3_K", 0x5e4d58f07f1e6f23),
+    ("IQ4_NL", 0x935667826f6332f4),
+    ("IQ4_XS", 0xc3bc7e99a83416b4),
+    ("IQ2_XXS", 0x84ccb8fcc616f966),
+    ("IQ2_XS", 0x4844a490623681c3),
+    ("IQ2_S", 0xb4a4af80f92487db),
+    ("IQ3_XXS", 0xa76116b013cb2a21),
+    ("IQ3_S", 0x74bfb429d1ae82b4),
+    ("IQ1_S", 0x53028799362d7128),
+    ("IQ1_M", 0x2f75979dbcd77a61),
+    ("TQ1_0", 0xdbe41370651dbd21),
+    ("TQ2_0", 0x11bdafefc0109f3b),
+    ("MXFP4-ggml", 0x47936d6fe55c73fa),
 ];
 
 /// Columns that are packed at a time: a block of the K types, two of a panel.
@@ -112,6 +112,7 @@ pub(crate) fn packed_layout(format: Format, cols: usize) -> Layout {
             outputs: 0,
             groups: Some((group, record)),
             super_record,
+            among: matches!([low, high], [4 | 8, 0]),
         },
     )
 }
@@ -566,7 +567,7 @@ mod tests {
             let supers = (self.layout.super_record * self.layout.blocks.div_ceil(2)).next_multiple_of(64);
             let (group, bits) = (self.group_cols(), low + high);
             let (front, within) = match bits {
-                4 => (supers, BLOCK / group * self.layout.record),
+                4 | 8 => (supers, BLOCK / group * self.layout.record),
                 _ => (
                     supers
                         + (self.layout.record * (self.layout.blocks * BLOCK).div_ceil(self.group_cols()))
@@ -729,7 +730,7 @@ mod tests {
     fn bits_of_a_code_are_where_the_layout_says() {
         // Step 2 of block 1, of a group of 16 columns step 0, operand B (columns 20..24), byte 4 * 13 + 2: after what is in front, and block 0.
         let places: [(Format, &[(usize, u8)]); 6] = [
-            (Format::Q8_0, &[(256 + 2048 + 2 * 128 + 64 + 54, 0xff)]),
+            (Format::Q8_0, &[(2176 + 128 + 2 * 128 + 64 + 54, 0xff)]),
             (Format::Q4_0, &[(1152 + 128 + 2 * 64 + 54, 0xf0)]),
             (Format::Q5_0, &[(256 + 1280 + 64 + 2 * 16 + 6, 1 << 3), (256 + 1280 + 64 + 2 * 64 + 54, 0xf0)]),
             (Format::Tq2_0, &[(64 + 512 + 2 * 32 + 22, 0xc0)]),
