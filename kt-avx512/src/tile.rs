@@ -349,6 +349,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     add!(3);
                 }
             } else {
+                // From some rows on a loop: else compilers load the inputs of all steps at once, and keep them in memory.
+                let steps = if STREAM && I::LARGE && R > 2 && R * P > 3 { opaque(steps) } else { steps };
                 for step in 0..steps {
                     add!(step);
                 }
