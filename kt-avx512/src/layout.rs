@@ -3,7 +3,7 @@
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …          outputs padded to 16
 //! panel    front: scales of outputs, of 256 columns, of groups | block 0 | block 1 | … | lines that lie apart   sections padded to 64 bytes
-//! block    scales of groups, of codes in one plane | lines                                                   128 columns; k padded to that
+//! block    scales of groups, of integer codes of 4 or 8 bits | lines                                        128 columns; k padded to that
 //! ```
 //!
 //! Integer codes of 4 or 8 bits have the scales of their groups at hand: then what a product needs comes in the order of addresses, one panel

@@ -247,7 +247,7 @@ pub(crate) const fn scaled_blocks<S: Scale>() -> usize {
     if S::WORDS > 0 { SUPER / BLOCK } else { 1 }
 }
 
-/// The most rows that read one panel of integers after another, in the order of addresses.
+/// The most rows that read one panel of integers after another, in the order of addresses, without hints.
 pub(crate) const fn one_stream<L: Lines, S: Scale, const XG: usize, const WG: usize>() -> usize {
     // Nibbles with scales among their blocks.
     if head::<S, XG, WG>().1 > 0 && L::OPERANDS > 1 && L::PLANES[0] == LINE && L::PLANES[1] == 0 { 2 } else { 0 }
