@@ -190,6 +190,11 @@ impl Layout {
         Layout::of(cols, Parts { lines: [PANEL * BLOCK * bits / 8, 0], outputs, groups, super_record: 0, among })
     }
 
+    /// Whether a panel is read in the order of addresses: no scales of groups, all columns one group, or their scales are among the blocks.
+    pub(crate) fn in_order(&self) -> bool {
+        self.head > 0 || self.group.is_none_or(|group| group >= self.blocks * BLOCK)
+    }
+
     /// Bytes between the scales of a unit's groups and those of the next one's.
     pub(crate) fn record_skip(&self) -> usize {
         if self.head > 0 { self.unit * self.lines[0] } else { 0 }
@@ -454,6 +459,19 @@ mod tests {
         assert_eq!((layout.unit, layout.head, layout.panel_bytes), (1, 128, 64 + 3 * (128 + 2048)));
         let layout = Layout::new(Format::Int8(Group::Of(128)), 300);
         assert_eq!((layout.unit, layout.head, layout.panel_bytes), (2, 64, 64 + 3 * 2048 + 2 * 64));
+        assert!(
+            [
+                Format::Int8(Group::Of(32)),
+                Format::Int4(Group::Of(128)),
+                Format::Int4(Group::Row),
+                Format::Int8Asym(Group::Row)
+            ]
+            .into_iter()
+            .all(|format| Layout::new(format, 300).in_order())
+        );
+        assert!(
+            !Layout::new(Format::Int4(Group::Of(96)), 300).in_order() && !Layout::new(Format::Mxfp8, 300).in_order()
+        );
         // Groups that no block divides, and such of several blocks.
         for (group, front) in [(96, 64 + 4 * 32), (256, 64 + 2 * 32)] {
             let layout = Layout::new(Format::Int4(Group::Of(group)), 300);

@@ -108,11 +108,10 @@ macro_rules! summed_shapes {
 /// is elsewhere. Else enough independent sums to hide the latency of unpacking and scaling, as far as registers go: those that codes pass
 /// through count as well. In the order of a tile unit there are three times as many.
 fn stream_panels<I: Isa, K: Path<I>>(rows: usize, layout: &Layout) -> usize {
-    // Whether scales of groups are among the blocks.
-    let among = layout.head > 0 && ahead::one_stream();
+    let in_order = layout.in_order() && ahead::one_stream();
     match (I::LARGE, rows) {
         _ if K::LIGHT && layout.record == 0 => 1,
-        (true, rows) if among && (K::LIGHT || rows <= K::ONE_STREAM) => 1,
+        (true, rows) if in_order && (K::LIGHT || rows <= K::ONE_STREAM) => 1,
         (_, 2..) if I::TILES => 1,
         // Bits from two places, or four codes of a byte, pass through more registers than nibbles.
         (false, 1) if K::Lines::PLANES != [LINE, 0] => 2,

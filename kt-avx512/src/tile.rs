@@ -249,8 +249,12 @@ pub(crate) const fn scaled_blocks<S: Scale>() -> usize {
 
 /// The most rows that read one panel of integers after another, in the order of addresses, without hints.
 pub(crate) const fn one_stream<L: Lines, S: Scale, const XG: usize, const WG: usize>() -> usize {
-    // Nibbles with scales among their blocks.
-    if head::<S, XG, WG>().1 > 0 && L::OPERANDS > 1 && L::PLANES[0] == LINE && L::PLANES[1] == 0 { 2 } else { 0 }
+    // Nibbles with scales among their blocks, or with none.
+    if (head::<S, XG, WG>().1 > 0 || S::RECORD == 0) && L::OPERANDS > 1 && L::PLANES[0] == LINE && L::PLANES[1] == 0 {
+        2
+    } else {
+        0
+    }
 }
 
 /// Lines that are asked for where a single stream will go on elsewhere.
