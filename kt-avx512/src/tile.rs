@@ -353,7 +353,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     add!(3);
                 }
             } else {
-                // From some rows on a loop: else compilers load the inputs of all steps at once, and keep them in memory.
+                // From three rows on (over one panel four) a loop: else compilers load the inputs of all steps at once, and keep them in memory.
                 let steps = if STREAM && I::LARGE && R > 2 && R * P > 3 { opaque(steps) } else { steps };
                 for step in 0..steps {
                     add!(step);
@@ -849,7 +849,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
     #[inline(always)]
     fn total<I: Isa, const INPUTS_UP: bool>(&self, isa: I, first: usize) -> [[I::Flt; P]; R] {
         let t = &self.tile;
-        // Nibbles only have scales between lines.
+        // Integer codes only have scales between lines.
         assert!(t.line_skip == 0 && t.record_skip == 0);
         if const { L::SUMMED } {
             return self.total_of_sums(isa);

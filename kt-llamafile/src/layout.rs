@@ -3,7 +3,7 @@
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …                      outputs padded to 16
 //! panel    super records | group records, where they are not in blocks | block 0 | block 1 | …   each part padded to 64 bytes
-//! block    group records, where there is one plane of 4 or 8 bits | group 0 | group 1 | …            columns padded to 128
+//! block    group records, where there is one plane of 4 or 8 bits | group 0 | group 1 | …       columns padded to 128
 //! group    first step of plane 0 | plane 1 | other steps of plane 0                              what the second table has as a group
 //! plane    steps of 8 columns of a group
 //!
