@@ -64,6 +64,8 @@ pub unsafe trait Isa: Copy {
     type Fp8Table: Copy;
     /// The lowest tier with the same int8 path: code is compiled for that one only.
     type ForInt8: Isa;
+    /// The lowest tier with the same int8 path of codes that are looked up.
+    type ForLookups: Isa;
     /// The lowest tier with the same bf16 path.
     type ForBf16: Isa;
     /// The lowest tier with registers as long.
@@ -72,8 +74,10 @@ pub unsafe trait Isa: Copy {
     const LARGE: bool;
     /// Bytes of one number in the inputs of the bf16 path: 2 (BF16) or 4 (F32).
     const INPUT_BYTES: usize;
+    /// Whether products of four bytes are added to dwords: no product of bytes is too large for that.
+    const VNNI: bool;
     /// What [`Isa::wide`] subtracts from the codes.
-    const WIDE_OFFSET: i32;
+    const WIDE_OFFSET: i32 = if Self::VNNI { 0 } else { 128 };
     /// What products of [`Isa::fp8_to_bf16`] are to be multiplied with: 2^40 with F32 inputs, else 1.
     const FP8_UP: f32;
     /// Whether products of many rows run on a tile unit. Those of few rows that are not exact then add in its order, so that the bits are
@@ -84,6 +88,8 @@ pub unsafe trait Isa: Copy {
     fn run<J: Job>(self, job: J);
     /// See [`Isa::ForInt8`].
     fn for_int8(self) -> Self::ForInt8;
+    /// See [`Isa::ForLookups`].
+    fn for_lookups(self) -> Self::ForLookups;
     /// See [`Isa::ForBf16`].
     fn for_bf16(self) -> Self::ForBf16;
     /// See [`Isa::ForF32`].
@@ -184,6 +190,8 @@ pub unsafe trait Isa: Copy {
     fn add(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// Shifts dwords up by `N` bits.
     fn up<const N: u32>(self, v: Self::Int) -> Self::Int;
+    /// Shifts signed dwords down by `N` bits.
+    fn down<const N: u32>(self, v: Self::Int) -> Self::Int;
     /// The low words of `high` above those of `low`.
     fn words(self, high: Self::Int, low: Self::Int) -> Self::Int;
     /// The larger one, of unsigned dwords.
@@ -256,6 +264,11 @@ pub unsafe trait Isa: Copy {
     unsafe fn with_bits<const T: u32>(self, v: [Self::Int; 2], p: *const u8) -> [Self::Int; 2];
     /// In each 16 bytes: the bytes of `table` at the indices `v`, which are below 16.
     fn lookup(self, table: Self::Int, v: Self::Int) -> Self::Int;
+    /// What [`Isa::lookup`] gives for the low and for the high nibbles of a line; `table` has the same 16 bytes four times.
+    #[inline(always)]
+    fn lookup_nibbles(self, table: Self::Int, v: Self::Int) -> [Self::Int; 2] {
+        self.nibbles(v).map(|v| self.lookup(table, v))
+    }
     /// The F16 of each half of a line as F32.
     fn f16_halves(self, v: Self::Int) -> [Self::Flt; 2];
     /// The bits, as a line.
@@ -559,14 +572,20 @@ pub(crate) use run_with;
 
 /// Which tier's code does the work of another.
 macro_rules! same_code {
-    (int8: $int8:ident, bf16: $bf16:ident, f32: $f32:ident) => {
+    (int8: $int8:ident, lookups: $lookups:ident, bf16: $bf16:ident, f32: $f32:ident) => {
         type ForInt8 = $int8;
+        type ForLookups = $lookups;
         type ForBf16 = $bf16;
         type ForF32 = $f32;
 
         #[inline(always)]
         fn for_int8(self) -> $int8 {
             $int8(())
+        }
+
+        #[inline(always)]
+        fn for_lookups(self) -> $lookups {
+            $lookups(())
         }
 
         #[inline(always)]

@@ -31,8 +31,8 @@ pub trait Lines: Copy {
 pub trait Codes: Lines {
     /// Columns over which the sums of [`Isa::dot_narrow`] fit; 0 for codes that need [`Isa::dot_wide`].
     const SPAN: usize;
-    /// Whether unpacking goes on beside products, so that lines that many rows pass over stay packed.
-    const QUICK: bool = false;
+    /// Whether lines are codes in nibbles, as they are. Unpacking then goes on beside products, so that lines that many rows pass over stay packed.
+    const NIBBLES: bool = false;
     /// Whether [`Scale::shift`] may be added to them, in place of subtracting zero points from each sum.
     const SHIFTABLE: bool = false;
     /// The same operands, each in a line of its own.
@@ -112,7 +112,7 @@ impl Lines for Nibbles {
 
 impl Codes for Nibbles {
     const SPAN: usize = 32;
-    const QUICK: bool = true;
+    const NIBBLES: bool = true;
     type Unpacked = Bytes<32>;
 }
 
@@ -134,7 +134,7 @@ impl Lines for ShiftedNibbles {
 
 impl Codes for ShiftedNibbles {
     const SPAN: usize = 16;
-    const QUICK: bool = true;
+    const NIBBLES: bool = true;
     const SHIFTABLE: bool = true;
     type Unpacked = Bytes<16>;
 }
@@ -170,8 +170,7 @@ impl Lines for E2m1 {
     #[inline(always)]
     unsafe fn operands<I: Isa>(isa: I, table: I::Int, at: [*const u8; 2]) -> [I::Int; 2] {
         // SAFETY: a line, by the caller's promise.
-        let [low, high] = isa.nibbles(unsafe { isa.load(at[0]) });
-        [isa.lookup(table, low), isa.lookup(table, high)]
+        isa.lookup_nibbles(table, unsafe { isa.load(at[0]) })
     }
 }
 

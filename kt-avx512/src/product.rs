@@ -145,7 +145,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const STREAMS: bool = !I::TILES;
     const ONE_STREAM: usize = one_stream::<L, S, XG, WG>();
     const SCALED_BLOCKS: usize = scaled_blocks::<S>();
-    const UNPACKED: bool = L::OPERANDS > 1 && !(L::QUICK && I::LARGE && !I::TILES);
+    const UNPACKED: bool = L::OPERANDS > 1 && !(L::NIBBLES && I::LARGE && !I::TILES);
 
     fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]) {
         isa.run(Unpack::<L, XG> { from, to, lines: PhantomData });
@@ -166,7 +166,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
                 r,
                 p,
                 [4 x 2, 5 x 2, 6 x 2, 4 x 1, 5 x 1, 6 x 1],
-                if L::QUICK {
+                if L::NIBBLES {
                     isa.run(IntTile::<L, S, XG, WG, false, R, P> { tile, kind: PhantomData })
                 } else {
                     isa.run(IntTile::<L::Unpacked, S, XG, WG, false, R, P> { tile, kind: PhantomData })
@@ -260,7 +260,7 @@ pub struct Product<'a> {
 impl Job for Product<'_> {
     fn go<I: Isa>(self, isa: I) {
         let weights = self.outputs.of;
-        let (int8, bf16, f32) = (isa.for_int8(), isa.for_bf16(), isa.for_f32());
+        let (int8, lookups, bf16, f32) = (isa.for_int8(), isa.for_lookups(), isa.for_bf16(), isa.for_f32());
         // Whether groups are whole blocks.
         let blocks = |group: Group| group.cols(BLOCK).is_multiple_of(BLOCK);
         match weights.format() {
@@ -290,8 +290,8 @@ impl Job for Product<'_> {
                 self.on::<_, Ints<Nibbles, F16Scale<1>, CHUNK, BLOCK>>(int8, Layout::new)
             }
             Format::Int4Asym(_) => self.on::<_, Ints<ShiftedNibbles, F16Scale<1>, CHUNK, CHUNK>>(int8, Layout::new),
-            Format::Mxfp4 => self.on::<_, Ints<E2m1, E8m0Scale, CHUNK, CHUNK>>(int8, Layout::new),
-            Format::Nvfp4 => self.on::<_, Ints<E2m1, E4m3Scale, { mx::NV_COLS }, { mx::NV_COLS }>>(int8, Layout::new),
+            Format::Mxfp4 => self.on::<_, Ints<E2m1, E8m0Scale, CHUNK, CHUNK>>(lookups, Layout::new),
+            Format::Nvfp4 => self.on::<_, Ints<E2m1, E4m3Scale, { mx::NV_COLS }, { mx::NV_COLS }>>(lookups, Layout::new),
             other => unreachable!("{other} was never accepted"),
         }
     }

@@ -257,6 +257,9 @@ pub(crate) const fn one_stream<L: Lines, S: Scale, const XG: usize, const WG: us
     }
 }
 
+/// The low nibble of each byte.
+const LOW_NIBBLES: i32 = 0x0f0f_0f0f;
+
 /// Lines that are asked for where a single stream will go on elsewhere.
 const NEXT_LINES: usize = 64;
 
@@ -299,6 +302,13 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     /// Blocks of a unit, and lines of scales before its others.
     const HEAD: (usize, usize) = head::<S, XG, WG>();
 
+    /// Whether high nibbles are multiplied where they are, as 16 times what they are, and their sums divided by that: for one and two rows less
+    /// than a shift of each line.
+    #[inline(always)]
+    const fn apart<I: Isa>() -> bool {
+        STREAM && R <= 2 && R * P <= 4 && L::NIBBLES && I::VNNI && I::LARGE
+    }
+
     /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`; or what a tile unit made of them.
     ///
     /// # Safety
@@ -322,12 +332,14 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             line[0] = line[0].wrapping_add(SUMS_BYTES);
             return;
         }
+        let apart = Self::apart::<I>();
         let span = if L::SPAN == 0 || L::SPAN > XG { XG } else { L::SPAN };
         let steps = span / 4 / L::OPERANDS;
         // Where planes are together and there are several panels, a loop: else compilers unpack all steps at once, and keep them in memory.
         let spans = if STREAM && I::LARGE && P > 1 && Steps::<L, XG>::TOGETHER { opaque(XG / span) } else { XG / span };
         for s in 0..spans {
             let mut acc = *sums;
+            let mut high = [[isa.splat(0); P]; R];
             if L::SPAN > 0 {
                 for acc in acc.iter_mut() {
                     for acc in acc.iter_mut() {
@@ -338,7 +350,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             macro_rules! add {
                 ($step:expr) => {
                     // SAFETY: lines of these columns, and codes of all rows, by the caller's promise.
-                    unsafe { Self::add_step(t, isa, (table, zeros), (*line, at, k), s * steps + $step, &mut acc) }
+                    unsafe { Self::add_step(t, isa, (table, zeros), (*line, at, k), s * steps + $step, [&mut acc, &mut high]) }
                 };
             }
             if STREAM && L::PLANES[1] > 0 {
@@ -359,6 +371,13 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     add!(step);
                 }
             }
+            if apart {
+                for (acc, high) in acc.iter_mut().zip(&high) {
+                    for (acc, &high) in acc.iter_mut().zip(high) {
+                        *acc = isa.add(*acc, isa.down::<4>(high));
+                    }
+                }
+            }
             if L::SPAN > 0 {
                 for (sums, acc) in sums.iter_mut().zip(&acc) {
                     for (sum, &acc) in sums.iter_mut().zip(acc) {
@@ -372,7 +391,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         *line = Steps::<L, XG>::after(*line, 1);
     }
 
-    /// Adds the products of a step of `XG` columns, which begin with column `k` of a block, to `acc`.
+    /// Adds the products of a step of `XG` columns, which begin with column `k` of a block, to `acc`; of high nibbles [apart](Self::apart) to the
+    /// second.
     ///
     /// # Safety
     /// As that of [`Self::add_products`].
@@ -383,8 +403,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         (table, zeros): (L::Table<I>, [I::Int; P]),
         (line, at, k): ([*const u8; 2], Place, usize),
         step: usize,
-        acc: &mut [[I::Int; P]; R],
+        [acc, high]: [&mut [[I::Int; P]; R]; 2],
     ) {
+        let apart = Self::apart::<I>();
         let Place { x, input_bytes, ahead } = at;
         let mut w = [[isa.splat(0); 2]; P];
         for (p, w) in w.iter_mut().enumerate() {
@@ -401,7 +422,15 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 }
             }
             // SAFETY: a step of panel `p`, by the caller's promise.
-            *w = unsafe { L::operands(isa, table, Steps::<L, XG>::at(line, step)) };
+            *w = unsafe {
+                let at = Steps::<L, XG>::at(line, step);
+                if apart {
+                    let line = isa.load(at[0]);
+                    [isa.and(line, isa.splat(LOW_NIBBLES)), isa.and(line, isa.splat(!LOW_NIBBLES))]
+                } else {
+                    L::operands(isa, table, at)
+                }
+            };
             if Self::SHIFTS {
                 // No sum of bytes exceeds one.
                 *w = w.map(|w| isa.add(w, zeros[p]));
@@ -422,6 +451,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     }
                 }
             } else {
+                let acc = if apart && l == 1 { &mut *high } else { &mut *acc };
                 for (r, acc) in acc.iter_mut().enumerate() {
                     // SAFETY: four codes of row `r`, by the caller's promise.
                     let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };

@@ -131,6 +131,12 @@ macro_rules! common {
         }
 
         #[inline(always)]
+        fn down<const N: u32>(self, v: Int) -> Int {
+            // SAFETY: `self` proves AVX2. The count becomes part of the instruction.
+            unsafe { each!(h => _mm256_sra_epi32(v[h], _mm_cvtsi32_si128(N as i32))) }
+        }
+
+        #[inline(always)]
         unsafe fn load_i8(self, p: *const u8) -> Int {
             // SAFETY: readable by the caller's promise, and `self` proves AVX2.
             unsafe {
@@ -443,12 +449,12 @@ unsafe fn transpose(rows: [&[u8; 64]; 16], how: Bits, bits: [[u8; 8]; 16], lines
 // SAFETY: `Avx2::new` asks for the features that `run` enables.
 unsafe impl Isa for Avx2 {
     run_with!("avx2,fma,f16c");
-    same_code!(int8: Avx2, bf16: Avx2, f32: Avx2);
+    same_code!(int8: Avx2, lookups: Avx2, bf16: Avx2, f32: Avx2);
     common!();
 
     /// Magnitudes, and the codes for their signs.
     type Wide = [Int; 2];
-    const WIDE_OFFSET: i32 = 128;
+    const VNNI: bool = false;
 
     ops! {
         // `vpmaddubsw` of magnitudes up to 128 with inputs up to 127 cannot saturate.
@@ -475,11 +481,11 @@ unsafe impl Isa for Avx2 {
 // SAFETY: `AvxVnni::new` asks for the features that `run` enables.
 unsafe impl Isa for AvxVnni {
     run_with!("avx2,fma,f16c,avxvnni");
-    same_code!(int8: AvxVnni, bf16: Avx2, f32: Avx2);
+    same_code!(int8: AvxVnni, lookups: AvxVnni, bf16: Avx2, f32: Avx2);
     common!();
 
     type Wide = Int;
-    const WIDE_OFFSET: i32 = 0;
+    const VNNI: bool = true;
 
     ops! {
         fn wide(self, w: Int) -> Int { w }

@@ -102,6 +102,12 @@ macro_rules! common {
         }
 
         #[inline(always)]
+        fn down<const N: u32>(self, v: __m512i) -> __m512i {
+            // SAFETY: `self` proves AVX-512 F.
+            unsafe { _mm512_srai_epi32::<N>(v) }
+        }
+
+        #[inline(always)]
         unsafe fn load_i8(self, p: *const u8) -> __m512i {
             // SAFETY: readable by the caller's promise, and `self` proves AVX-512 F.
             unsafe { _mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())) }
@@ -463,7 +469,7 @@ unsafe fn transpose(rows: [&[u8; 64]; 16], how: Bits, bits: [[u8; 8]; 16], lines
 macro_rules! bytes_by_maddubs {
     () => {
         type Wide = (__m512i, __mmask64);
-        const WIDE_OFFSET: i32 = 128;
+        const VNNI: bool = false;
 
         ops! {
             // Magnitudes and signs: `vpmaddubsw` of magnitudes up to 128 with inputs up to 127 cannot saturate.
@@ -491,7 +497,7 @@ macro_rules! bytes_by_maddubs {
 macro_rules! bytes_by_vnni {
     () => {
         type Wide = __m512i;
-        const WIDE_OFFSET: i32 = 0;
+        const VNNI: bool = true;
 
         ops! {
             fn wide(self, w: __m512i) -> __m512i { w }
@@ -570,7 +576,7 @@ macro_rules! widened_bf16 {
 // SAFETY: `Plain::new` asks for the features that `run` enables.
 unsafe impl Isa for Plain {
     run_with!("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c");
-    same_code!(int8: Plain, bf16: Plain, f32: Plain);
+    same_code!(int8: Plain, lookups: Plain, bf16: Plain, f32: Plain);
     common!();
     bytes_by_maddubs!();
     widened_bf16!();
@@ -579,10 +585,21 @@ unsafe impl Isa for Plain {
 // SAFETY: `Vnni::new` asks for the features that `run` enables.
 unsafe impl Isa for Vnni {
     run_with!("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,avx512vnni");
-    same_code!(int8: Vnni, bf16: Plain, f32: Plain);
+    same_code!(int8: Vnni, lookups: Vnni, bf16: Plain, f32: Plain);
     common!();
     bytes_by_vnni!();
     widened_bf16!();
+}
+
+/// Lookups that take six bits of a byte, of which a table of 16 bytes, four times, ignores two.
+macro_rules! lookups_by_vbmi {
+    () => {
+        ops! {
+            fn lookup_nibbles(self, table: __m512i, v: __m512i) -> [__m512i; 2] {
+                [_mm512_permutexvar_epi8(v, table), _mm512_permutexvar_epi8(_mm512_srli_epi16::<4>(v), table)]
+            }
+        }
+    };
 }
 
 /// The bf16 path by BF16 instructions.
@@ -632,9 +649,10 @@ macro_rules! bf16_pairs {
 // SAFETY: `Bf16::new` asks for the features that `run` enables.
 unsafe impl Isa for Bf16 {
     run_with!("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,avx512vnni,avx512bf16,avx512vbmi");
-    same_code!(int8: Vnni, bf16: Bf16, f32: Plain);
+    same_code!(int8: Vnni, lookups: Bf16, bf16: Bf16, f32: Plain);
     common!();
     bytes_by_vnni!();
+    lookups_by_vbmi!();
     bf16_pairs!();
 }
 
@@ -664,15 +682,22 @@ unsafe impl<U: TileUnit> Isa for Tiled<U> {
     run_with!("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,avx512vnni,avx512bf16,avx512vbmi");
     common!();
     bytes_by_vnni!();
+    lookups_by_vbmi!();
     bf16_pairs!();
 
     type ForInt8 = Self;
+    type ForLookups = Self;
     type ForBf16 = Self;
     type ForF32 = Plain;
     const TILES: bool = true;
 
     #[inline(always)]
     fn for_int8(self) -> Self {
+        self
+    }
+
+    #[inline(always)]
+    fn for_lookups(self) -> Self {
         self
     }
 
