@@ -291,7 +291,9 @@ impl Job for Product<'_> {
             }
             Format::Int4Asym(_) => self.on::<_, Ints<ShiftedNibbles, F16Scale<1>, CHUNK, CHUNK>>(int8, Layout::new),
             Format::Mxfp4 => self.on::<_, Ints<E2m1, E8m0Scale, CHUNK, CHUNK>>(lookups, Layout::new),
-            Format::Nvfp4 => self.on::<_, Ints<E2m1, E4m3Scale, { mx::NV_COLS }, { mx::NV_COLS }>>(lookups, Layout::new),
+            Format::Nvfp4 => {
+                self.on::<_, Ints<E2m1, E4m3Scale, { mx::NV_COLS }, { mx::NV_COLS }>>(lookups, Layout::new)
+            }
             other => unreachable!("{other} was never accepted"),
         }
     }

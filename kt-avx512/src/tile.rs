@@ -350,7 +350,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             macro_rules! add {
                 ($step:expr) => {
                     // SAFETY: lines of these columns, and codes of all rows, by the caller's promise.
-                    unsafe { Self::add_step(t, isa, (table, zeros), (*line, at, k), s * steps + $step, [&mut acc, &mut high]) }
+                    unsafe {
+                        Self::add_step(t, isa, (table, zeros), (*line, at, k), s * steps + $step, [&mut acc, &mut high])
+                    }
                 };
             }
             if STREAM && L::PLANES[1] > 0 {

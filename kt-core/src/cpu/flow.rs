@@ -6,6 +6,9 @@
 //!          run 3   outputs of down               for each expert, in order: output += weight * (down product + bias)
 //! ```
 //!
+//! Of few tokens, most experts are done whole by one thread in run 2, with their down products, which run 3 adds: gate, up and down lie one after the
+//! other, and are then read as one stream. The last ones are cut as said, so that threads end together.
+//!
 //! Every number of the output is computed by one task from start to end, and sums run over experts in rising order, so the
 //! result is bit-identical for any number of threads. Runs share one parallel region: the team stays awake between them.
 //! The kernel sees all rows of an expert at once (up to [`ROWS`]) and chooses its product by their number.
@@ -41,6 +44,8 @@ const FEW_BLOCKS: usize = 8;
 /// Tokens up to which tiles of the output are wide, for the same reason.
 const FEW_TOKENS: usize = 32;
 const WIDE: Width = Width { most: 1024, each: 2 };
+/// Tokens up to which experts are done whole.
+const WHOLE_TOKENS: usize = 32;
 /// Tiles of more tokens.
 const NARROW: Width = Width { most: 256, each: 4 };
 /// Tokens up to which the sums of such a tile (512 KiB then) leave room in a second-level cache of 1 MiB. Those of more tokens are of half as
@@ -59,6 +64,12 @@ fn width(tokens: usize) -> Width {
     } else {
         Width { most: NARROW.most / 2, ..NARROW }
     }
+}
+
+/// How many of so many experts of few tokens, the first ones, are done whole by `threads` threads: each does as many, and there are as many or more
+/// left to cut.
+fn whole(experts: usize, threads: usize) -> usize {
+    if threads == 1 { experts } else { (experts / threads).saturating_sub(1) * threads }
 }
 
 /// Where what a row of work makes is added: to its token's part of a tile, or of `sums` if there are any.
@@ -127,6 +138,8 @@ pub(crate) struct Lists {
     tasks: Vec<usize>,
     columns: Columns,
     marks: Marks,
+    /// Of the down products of experts that are done whole.
+    whole_marks: Marks,
 }
 
 /// Counts layer calls, so that no thread takes what it gathered for an earlier one for this one's.
@@ -641,11 +654,12 @@ impl<K: Kernel> ExpertBank for CpuBank<K> {
     }
 }
 
-/// Rows of one expert that are multiplied together, and where their down inputs lie.
+/// Rows of one expert that are multiplied together, and where their down inputs lie; if it is done whole, where its down products begin.
 struct Chunk {
     expert: usize,
     rows: Range<usize>,
     h: Range<usize>,
+    y: usize,
 }
 
 /// Packs rows `0..rows` of a matrix of `cols` columns, one task per row; `read(row, columns, out)` gets the values, and `place(row, block)`
@@ -680,7 +694,21 @@ fn pack_rows<K: Kernel>(
     *marks = pieces.marks();
 }
 
-/// A task of run 2: all rows of a chunk, and some blocks of its expert's outputs.
+/// Adds the bias of their outputs to some rows, if there is one.
+fn add_bias(rows: &mut [f32], bias: Option<&[f32]>) {
+    let Some(bias) = bias else { return };
+    for row in rows.chunks_exact_mut(bias.len()) {
+        row.iter_mut().zip(bias).for_each(|(v, b)| *v += b);
+    }
+}
+
+/// Blocks of outputs that are done together for so many rows.
+fn pieces_of(blocks: Range<usize>, rows: usize) -> impl Iterator<Item = (usize, usize)> {
+    let together = if rows <= FEW { FEW_BLOCKS } else { 1 };
+    blocks.clone().step_by(together).map(move |block| (block, blocks.end.min(block + together)))
+}
+
+/// A task of run 2: all rows of a chunk, and some blocks of its expert's outputs; all of them, and down, if it is done whole.
 struct Part {
     chunk: usize,
     blocks: Range<usize>,
@@ -696,8 +724,8 @@ impl<K: Kernel> BankInner<K> {
         let (kernel, tokens, hidden) = (self.kernel, work.tokens, self.layer.hidden);
         let [gate_layout, up_layout, down_layout] = self.layouts;
 
-        let Buffers { x: [x0, x1], h, lists } = &mut buffers;
-        let Lists { used, row_tokens, chunks, parts, tasks, columns, marks } = lists;
+        let Buffers { x: [x0, x1], h, y, lists } = &mut buffers;
+        let Lists { used, row_tokens, chunks, parts, tasks, columns, marks, whole_marks } = lists;
         used.clear();
         used.resize(tokens, false);
         work.rows.iter().for_each(|r| used[r.token as usize] = true);
@@ -722,20 +750,37 @@ impl<K: Kernel> BankInner<K> {
         };
 
         chunks.clear();
-        let mut h_bytes = 0;
         for group in &work.experts {
             for start in group.rows.clone().step_by(ROWS) {
                 let rows = start..group.rows.end.min(start + ROWS);
-                let bytes = down_layout.bytes(rows.len(), self.layer.intermediate);
-                chunks.push(Chunk { expert: group.local as usize, rows, h: h_bytes..h_bytes + bytes });
+                chunks.push(Chunk { expert: group.local as usize, rows, h: 0..0, y: 0 });
+            }
+        }
+        let whole = match *self.nodes {
+            [threads] if tokens <= WHOLE_TOKENS => whole(chunks.len(), threads),
+            _ => 0,
+        };
+        let (mut h_bytes, mut y_len) = (0, 0);
+        for (i, chunk) in chunks.iter_mut().enumerate() {
+            let rows = chunk.rows.len();
+            if i < whole {
+                chunk.y = y_len;
+                y_len += rows * hidden;
+            } else {
+                let bytes = down_layout.bytes(rows, self.layer.intermediate);
+                chunk.h = h_bytes..h_bytes + bytes;
                 h_bytes += bytes;
             }
         }
+        let y = y.floats(y_len);
+        let lengths = chunks[..whole].iter().map(|c| c.rows.len() * hidden);
+        let whole_y = Pieces::within(std::mem::take(whole_marks), y, lengths);
         row_tokens.clear();
         row_tokens.extend(work.rows.iter().map(|r| r.token));
         let h = h.get(h_bytes);
         let blocks = self.layer.intermediate.div_ceil(BLOCK);
-        let lengths = chunks.iter().flat_map(|c| (0..blocks).map(move |_| c.rows.len() * down_layout.block_bytes()));
+        let lengths =
+            chunks[whole..].iter().flat_map(|c| (0..blocks).map(move |_| c.rows.len() * down_layout.block_bytes()));
         let pieces = Pieces::within(std::mem::take(marks), h, lengths);
         let call = CALLS.fetch_add(1, Ordering::Relaxed) + 1;
         parts.iter_mut().for_each(Vec::clear);
@@ -746,8 +791,9 @@ impl<K: Kernel> BankInner<K> {
                 // A node that has none may have them end within a block.
                 outputs.start / BLOCK..if outputs.is_empty() { 0 } else { outputs.end.div_ceil(BLOCK) }
             };
-            let mut left: usize = chunks.iter().map(|chunk| blocks_of(chunk).len()).sum();
-            for (chunk, of) in chunks.iter().enumerate() {
+            parts.extend(chunks[..whole].iter().enumerate().map(|(chunk, of)| Part { chunk, blocks: blocks_of(of) }));
+            let mut left: usize = chunks[whole..].iter().map(|chunk| blocks_of(chunk).len()).sum();
+            for (chunk, of) in chunks.iter().enumerate().skip(whole) {
                 let mut blocks = blocks_of(of);
                 while !blocks.is_empty() {
                     // Most tasks are all blocks of an expert, whose rows and weights then are one thread's; the last ones are small, so that
@@ -767,23 +813,35 @@ impl<K: Kernel> BankInner<K> {
             let chunk = &chunks[part.chunk];
             // The other threads of the node probably take the tasks in between.
             let after = parts[node].get(task + self.nodes[node]).map(|p| (p.chunk, p.blocks.start));
-            let together = if chunk.rows.len() <= FEW { FEW_BLOCKS } else { 1 };
-            for block in part.blocks.clone().step_by(together) {
-                let end = part.blocks.end.min(block + together);
+            let after = after.map(|(c, block)| (&*self.experts[chunks[c].expert], block * BLOCK));
+            let tokens = &row_tokens[chunk.rows.clone()];
+            if part.chunk < whole {
+                self.whole(
+                    (chunk, (call, part.chunk)),
+                    after,
+                    [gate_x, up_x],
+                    tokens,
+                    whole_y.take(part.chunk),
+                    scratch,
+                );
+                return;
+            }
+            for (block, end) in pieces_of(part.blocks.clone(), chunk.rows.len()) {
                 let outputs = block * BLOCK..self.layer.intermediate.min(end * BLOCK);
-                let next = if end < part.blocks.end { Some((part.chunk, end)) } else { after };
-                let next = next.map(|(c, block)| (&*self.experts[chunks[c].expert], block * BLOCK));
-                let tokens = &row_tokens[chunk.rows.clone()];
-                let h = |block: usize| pieces.take(part.chunk * blocks + block);
+                let expert = &*self.experts[chunk.expert];
+                let next = if end < part.blocks.end { Some((expert, end * BLOCK)) } else { after };
+                let next = next.map(|(expert, start)| expert.weights[Proj::Gate.index()].at(start));
+                let h = |block: usize| pieces.take((part.chunk - whole) * blocks + block);
                 self.gate_up((chunk, (call, part.chunk)), (outputs, next), [gate_x, up_x], tokens, h, scratch);
             }
         });
         *marks = pieces.marks();
+        *whole_marks = whole_y.marks();
 
-        let h = &*h;
+        let (h, y) = (&*h, &*y);
         // All tokens in one tile: cut, an expert's rows would be fewer than it has, and its weights read again.
-        let hidden = self.experts.first().map_or(&[][..], |e| &e.cuts.hidden);
-        columns.set(hidden, &self.nodes, 1, (K::PANEL, width(tokens)));
+        let outputs = self.experts.first().map_or(&[][..], |e| &e.cuts.hidden);
+        columns.set(outputs, &self.nodes, 1, (K::PANEL, width(tokens)));
         tasks.clear();
         tasks.extend(columns.lanes.iter().map(Range::len));
         let columns = &*columns;
@@ -798,23 +856,26 @@ impl<K: Kernel> BankInner<K> {
             sums.fill(0.0);
             for (i, chunk) in chunks.iter().enumerate() {
                 let expert = &self.experts[chunk.expert];
-                let y = products.floats(chunk.rows.len() * width);
-                let x = Inputs::new(down_layout, chunk.rows.len(), self.layer.intermediate, &h[chunk.h.clone()]);
-                let following = chunks.get(i + 1).map(|next| &self.experts[next.expert]);
-                let next = following.map(|next| next.weights[Proj::Down.index()].at(tile.cols.start));
-                let next_inputs = chunks.get(i + 1).map_or(&[][..], |next| &h[next.h.clone()]);
-                let outputs =
-                    Outputs { next, next_inputs, ..expert.weights[Proj::Down.index()].outputs(tile.cols.clone()) };
-                kernel.product(outputs, x, 0..chunk.rows.len(), y, scratch);
-                let bias = expert.bias(Proj::Down, tile.cols.clone());
                 let rows = &work.rows[chunk.rows.clone()];
-                for (i, (row, y)) in rows.iter().zip(y.chunks_exact_mut(width)).enumerate() {
+                let (y, stride) = if i < whole {
+                    (&y[chunk.y + tile.cols.start..], hidden)
+                } else {
+                    let y = products.floats(rows.len() * width);
+                    let x = Inputs::new(down_layout, rows.len(), self.layer.intermediate, &h[chunk.h.clone()]);
+                    let following = chunks.get(i + 1).map(|next| &self.experts[next.expert]);
+                    let next = following.map(|next| next.weights[Proj::Down.index()].at(tile.cols.start));
+                    let next_inputs = chunks.get(i + 1).map_or(&[][..], |next| &h[next.h.clone()]);
+                    let outputs =
+                        Outputs { next, next_inputs, ..expert.weights[Proj::Down.index()].outputs(tile.cols.clone()) };
+                    kernel.product(outputs, x, 0..rows.len(), y, scratch);
+                    add_bias(y, expert.bias(Proj::Down, tile.cols.clone()));
+                    (&*y, width)
+                };
+                for (i, row) in rows.iter().enumerate() {
                     if let Some(later) = rows.get(i + ADDED_AHEAD) {
                         prefetch(bytemuck::cast_slice(row_of(&mut tile, sums, later)));
                     }
-                    if let Some(bias) = bias {
-                        y.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
-                    }
+                    let y = &y[i * stride..][..width];
                     kernel.add(row.weight, y, row_of(&mut tile, sums, row));
                 }
             }
@@ -839,13 +900,15 @@ impl<K: Kernel> BankInner<K> {
         let [gate_layout, up_layout, down_layout] = self.layouts;
         let mut region = self.team.region();
         let mut buffers = region.take_buffers();
-        let Buffers { x: [x0, x1], h, lists } = &mut buffers;
+        let Buffers { x: [x0, x1], h, y, lists } = &mut buffers;
         x0.get(gate_layout.bytes(tokens, hidden));
         if up_layout != gate_layout {
             x1.get(up_layout.bytes(tokens, hidden));
         }
         h.get(down_layout.bytes(rows, intermediate));
-        let Lists { used, row_tokens, chunks, parts, tasks, columns, marks } = lists;
+        let whole = if self.nodes.len() == 1 { WHOLE_TOKENS.min(tokens) } else { 0 };
+        y.floats(whole * top_k * hidden);
+        let Lists { used, row_tokens, chunks, parts, tasks, columns, marks, whole_marks } = lists;
         let most_chunks = self.experts.len().min(rows) + rows / ROWS;
         let most_parts = most_chunks * intermediate.div_ceil(BLOCK);
         fn room<T>(list: &mut Vec<T>, n: usize) {
@@ -870,6 +933,7 @@ impl<K: Kernel> BankInner<K> {
             _ => (of_narrow.len() * NARROW_TOKENS.min(tokens)).max(of_all.len() * tokens),
         };
         marks.reserve(most_parts.max(tokens * hidden.div_ceil(BLOCK)).max(tiles));
+        whole_marks.reserve(self.experts.len().min(whole * top_k));
         region.put_buffers(buffers);
         // An expert has a token once.
         let most = tokens.min(ROWS);
@@ -878,6 +942,7 @@ impl<K: Kernel> BankInner<K> {
         region.each_thread(|scratch| {
             scratch.tiles.iter_mut().for_each(|tile| _ = tile.floats(few));
             scratch.sums.floats(sums);
+            scratch.h.get(down_layout.bytes(whole, intermediate));
             self.reserve_scratch(most, of_narrow.clone(), scratch);
         });
     }
@@ -906,15 +971,46 @@ impl<K: Kernel> BankInner<K> {
         }
     }
 
+    /// Does an expert whole for the rows of a chunk: its down products go to `y`; `after` is what this thread probably does next.
+    fn whole(
+        &self,
+        (chunk, of): (&Chunk, (u64, usize)),
+        after: Option<(&Expert, usize)>,
+        x: [PackedTokens<'_>; 2],
+        tokens: &[u32],
+        y: &mut [f32],
+        scratch: &mut Scratch,
+    ) {
+        let (expert, layout, intermediate) =
+            (&*self.experts[chunk.expert], self.layouts[Proj::Down.index()], self.layer.intermediate);
+        let down = &expert.weights[Proj::Down.index()];
+        let mut bytes = std::mem::take(&mut scratch.h);
+        let h = bytes.get(layout.bytes(tokens.len(), intermediate));
+        let mut of_blocks = h.chunks_exact_mut(tokens.len() * layout.block_bytes());
+        let blocks = intermediate.div_ceil(BLOCK);
+        for (block, end) in pieces_of(0..blocks, tokens.len()) {
+            let outputs = block * BLOCK..intermediate.min(end * BLOCK);
+            let next = if end < blocks { expert.weights[Proj::Gate.index()].at(end * BLOCK) } else { down.at(0) };
+            let h = |_| of_blocks.next().unwrap_or_default();
+            self.gate_up((chunk, of), (outputs, Some(next)), x, tokens, h, scratch);
+        }
+        let next = after.map(|(expert, start)| expert.weights[Proj::Gate.index()].at(start));
+        let x = Inputs::new(layout, tokens.len(), intermediate, h);
+        let outputs = Outputs { next, ..down.outputs(0..self.layer.hidden) };
+        self.kernel.product(outputs, x, 0..tokens.len(), y, scratch);
+        add_bias(y, expert.bias(Proj::Down, 0..self.layer.hidden));
+        scratch.h = bytes;
+    }
+
     /// Computes `outputs`, which begin with a block, of gate and up for the rows of a chunk, and packs what the activation makes of them to `h` of
     /// each block.
     fn gate_up<'h>(
         &self,
         (chunk, of): (&Chunk, (u64, usize)),
-        (outputs, next): (Range<usize>, Option<(&Expert, usize)>),
+        (outputs, next): (Range<usize>, Option<(&Weights, usize)>),
         x: [PackedTokens<'_>; 2],
         tokens: &[u32],
-        h: impl Fn(usize) -> &'h mut [u8],
+        mut h: impl FnMut(usize) -> &'h mut [u8],
         scratch: &mut Scratch,
     ) {
         let (expert, width) = (&self.experts[chunk.expert], outputs.len());
@@ -925,17 +1021,11 @@ impl<K: Kernel> BankInner<K> {
         let up_x = if self.layouts[1] == self.layouts[0] { gate_x } else { of_up.rows(x[1], tokens, of) };
         let weights = |proj: Proj| &expert.weights[proj.index()];
         let after_gate = Some(weights(Proj::Up).at(outputs.start));
-        let after_up = next.map(|(expert, start)| expert.weights[Proj::Gate.index()].at(start));
-        for (proj, x, tile, next) in [(Proj::Gate, gate_x, &mut gate, after_gate), (Proj::Up, up_x, &mut up, after_up)]
-        {
+        for (proj, x, tile, next) in [(Proj::Gate, gate_x, &mut gate, after_gate), (Proj::Up, up_x, &mut up, next)] {
             let tile = tile.floats(tokens.len() * width);
             let part = Outputs { next, ..weights(proj).outputs(outputs.clone()) };
             self.kernel.product(part, x, 0..tokens.len(), tile, scratch);
-            if let Some(bias) = expert.bias(proj, outputs.clone()) {
-                for row in tile.chunks_exact_mut(width) {
-                    row.iter_mut().zip(bias).for_each(|(v, b)| *v += b);
-                }
-            }
+            add_bias(tile, expert.bias(proj, outputs.clone()));
         }
         let n = tokens.len() * width;
         let h_rows = gate.floats(n);

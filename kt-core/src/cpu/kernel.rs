@@ -101,6 +101,8 @@ pub struct Scratch {
     pub panel: super::memory::AlignedBytes,
     /// For the flow: gate and up tiles.
     pub(crate) tiles: [super::memory::AlignedBytes; 2],
+    /// For the flow: the down inputs of an expert that is done whole.
+    pub(crate) h: super::memory::AlignedBytes,
     /// For the flow: the sums of a tile of the output.
     pub(crate) sums: super::memory::AlignedBytes,
     /// For the flow: the rows of one expert, of the inputs of gate and of up.

@@ -265,11 +265,12 @@ fn help(shared: &Shared, region: u64, spare: &Mutex<Vec<Scratch>>) {
     }
 }
 
-/// Buffers that one region at a time uses: the packed inputs of a layer call.
+/// Buffers that one region at a time uses: the packed inputs of a layer call, and down products.
 #[derive(Default)]
 pub(crate) struct Buffers {
     pub x: [AlignedBytes; 2],
     pub h: AlignedBytes,
+    pub y: AlignedBytes,
     pub lists: Lists,
 }
 
