@@ -798,7 +798,7 @@ impl<K: Kernel> BankInner<K> {
                 while !blocks.is_empty() {
                     // Most tasks are all blocks of an expert, whose rows and weights then are one thread's; the last ones are small, so that
                     // threads end together.
-                    let n = (left / (4 * threads.max(1))).clamp(1, blocks.len());
+                    let n = (left / (if whole > 0 { 2 } else { 4 } * threads.max(1))).clamp(1, blocks.len());
                     parts.push(Part { chunk, blocks: blocks.start..blocks.start + n });
                     blocks.start += n;
                     left -= n;
