@@ -6,10 +6,9 @@
 //! | CPU | streams of a tile | hint | ahead |
 //! | --- | --- | --- | --- |
 //! | AMD Zen 5 | any | to the first level, past the others | 4 KiB; 8 KiB from three rows on |
-//! | AMD Zen 4 | one panel of nibbles with scales of groups, one or two rows | none: the order of addresses | |
+//! | AMD Zen 4 | one panel of nibbles, one or two rows; one panel of other integers, up to four | none: the order of addresses | |
 //! | AMD Zen 4 | several panels, or five rows and more | to the second level | 8 KiB |
 //! | AMD Zen 4 | other panels, one at a time, up to four rows | to the first level, past the others | 4 KiB |
-//! | AMD Zen 4 | one panel of integers, one row | to the second level | 2 KiB |
 //! | AMD Zen 3 | any | as Zen 4; at one row none was better for all formats, more rows not measured | |
 //! | others | as Zen 4, not measured | | |
 
@@ -34,15 +33,16 @@ pub(crate) fn one_stream() -> bool {
 pub struct Ahead {
     /// To the second level; else to the first one only.
     second: bool,
-    /// Bytes ahead of use, over all panels of a tile; past the end of a panel, in the panels that come next.
+    /// Bytes ahead of use, over all panels of a tile; past the end of a panel, in the panels that come next. 0: of the line itself, which asks for
+    /// nothing.
     pub(crate) bytes: usize,
 }
 
 impl Ahead {
     /// For tiles of so many rows and panels, of `integers` or other numbers.
     pub(crate) fn of(rows: usize, panels: usize, integers: bool) -> Ahead {
-        if !*IS_ZEN5 && integers && (rows, panels) == (1, 1) {
-            return Ahead { second: true, bytes: 2 << 10 };
+        if !*IS_ZEN5 && integers && panels == 1 && rows <= 4 {
+            return Ahead { second: true, bytes: 0 };
         }
         let second = !*IS_ZEN5 && (panels > 1 || rows > 4);
         let far = second || *IS_ZEN5 && rows > 2;
@@ -170,12 +170,13 @@ mod tests {
     fn the_hint_is_as_the_table_says() {
         let zen5 = amd_family() == Some(0x1a);
         for integers in [false, true] {
-            assert_eq!(Ahead::of(2, 1, integers), Ahead { second: false, bytes: 4096 });
             for (rows, panels) in [(4, 4), (8, 1)] {
                 assert_eq!(Ahead::of(rows, panels, integers), Ahead { second: !zen5, bytes: 8192 });
             }
-            let near = integers && !zen5;
-            assert_eq!(Ahead::of(1, 1, integers), Ahead { second: near, bytes: if near { 2048 } else { 4096 } });
+            let none = integers && !zen5;
+            for rows in [1, 2] {
+                assert_eq!(Ahead::of(rows, 1, integers), Ahead { second: none, bytes: if none { 0 } else { 4096 } });
+            }
         }
     }
 

@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, RwLock};
 
 use crate::backend::{Backend, Device, Fit, LinearOp, LoadContext, Progress, Streaming};
+use crate::cpu::WHOLE_TOKENS;
 use crate::cpu::cache::PackedCache;
 use crate::cpu::memory::HugePages;
 use crate::cpu::team::Team;
@@ -289,8 +290,8 @@ struct LayerPlans {
 /// What a plan is of, and does not say.
 #[derive(Default)]
 struct Planned {
-    /// Per token of a pass, and per row of a thread's tile.
-    scratch_bytes_per_token: [u64; 2],
+    /// Per token of a pass, per row of a thread's tile, and per token of few, whose experts are done whole.
+    scratch_bytes_per_token: [u64; 3],
     load_bytes_per_thread: u64,
     /// Weights are in place wherever they can be, of layers from this place among them on.
     in_place_from: usize,
@@ -314,9 +315,11 @@ struct Devices {
 }
 
 /// Scratch of all threads for a pass; see [`Planned::scratch_bytes_per_token`].
-fn scratch_bytes([per_token, per_row]: [u64; 2], tokens: usize, threads: usize) -> u64 {
+fn scratch_bytes([per_token, per_row, per_few]: [u64; 3], tokens: usize, threads: usize) -> u64 {
     // A tile has up to 256 rows; a thread has a panel of unpacked weights, of about a MiB.
-    per_token * tokens as u64 + (per_row * tokens.min(256) as u64 + (1 << 20)) * threads as u64
+    per_token * tokens as u64
+        + (per_row * tokens.min(256) as u64 + (1 << 20)) * threads as u64
+        + per_few * tokens.min(WHOLE_TOKENS) as u64
 }
 
 /// The largest number below `most` of which `good` is true, where that is true up to some number and false from there on.
@@ -622,11 +625,12 @@ impl Runtime {
             };
             all.load_bytes_per_thread = all.load_bytes_per_thread.max(loading);
             // Packed inputs, the call's f32 output, and sums of a quarter of it at most, as threads have four tiles each; per row of a tile, two
-            // tiles of 256 outputs, the sums of two rows of them, and the gathered inputs.
+            // tiles of 256 outputs, the sums of two rows of them, and the gathered inputs; the down products of few tokens.
             let input = fit.inputs[0].bytes(1, layer.hidden) as u64;
-            let [token, row] = &mut all.scratch_bytes_per_token;
+            let [token, row, few] = &mut all.scratch_bytes_per_token;
             *token = (*token).max(fit.scratch_bytes_per_token + (4 + 1) * layer.hidden as u64);
             *row = (*row).max(4 * 256 * 4 + 2 * input);
+            *few = (*few).max((layer.top_k * layer.hidden * 4) as u64);
             plans.push(LayerPlan {
                 index: layer.index,
                 experts: layer.experts,

@@ -45,7 +45,7 @@ const FEW_BLOCKS: usize = 8;
 const FEW_TOKENS: usize = 32;
 const WIDE: Width = Width { most: 1024, each: 2 };
 /// Tokens up to which experts are done whole.
-const WHOLE_TOKENS: usize = 32;
+pub(crate) const WHOLE_TOKENS: usize = 32;
 /// Tiles of more tokens.
 const NARROW: Width = Width { most: 256, each: 4 };
 /// Tokens up to which the sums of such a tile (512 KiB then) leave room in a second-level cache of 1 MiB. Those of more tokens are of half as
@@ -1114,5 +1114,23 @@ impl<K: Kernel> LinearOp for CpuLinear<K> {
             });
         }
         region.put_buffers(buffers);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_do_as_many_experts_whole_and_some_are_left() {
+        for threads in 2..20 {
+            for experts in 0..200 {
+                let whole = whole(experts, threads);
+                assert!(whole.is_multiple_of(threads));
+                assert!(if experts < 2 * threads { whole == 0 } else { whole > 0 });
+                assert!(whole == 0 || (threads..2 * threads).contains(&(experts - whole)));
+            }
+        }
+        assert_eq!([1, 2, 3, 8].map(|threads| whole(8, threads)), [8, 6, 3, 0]);
     }
 }
