@@ -267,7 +267,8 @@ pub unsafe trait Isa: Copy {
     /// What [`Isa::lookup`] gives for the low and for the high nibbles of a line; `table` has the same 16 bytes four times.
     #[inline(always)]
     fn lookup_nibbles(self, table: Self::Int, v: Self::Int) -> [Self::Int; 2] {
-        self.nibbles(v).map(|v| self.lookup(table, v))
+        let [low, high] = self.nibbles(v);
+        [self.lookup(table, low), self.lookup(table, high)]
     }
     /// The F16 of each half of a line as F32.
     fn f16_halves(self, v: Self::Int) -> [Self::Flt; 2];

@@ -133,7 +133,7 @@ pub struct OfBlocks<'a>(pub Product<'a>);
 
 impl Job for OfBlocks<'_> {
     fn go<I: Isa>(self, isa: I) {
-        let (p, isa, lookups) = (self.0, isa.for_int8(), isa.for_lookups());
+        let (p, isa) = (self.0, isa.for_int8());
         if p.outputs.of.matrix().is_some() {
             return match p.outputs.of.format() {
                 Format::Iq1S => p.decoded::<_, Iq1S, 32>(isa),
@@ -152,14 +152,14 @@ impl Job for OfBlocks<'_> {
             Format::Q4_1 => p.on::<_, Ints<Nibbles, Half<true>, 32, 32>>(isa, packed_layout),
             Format::Q5_0 => p.on::<_, Ints<FiveBits, Half<false>, 32, 32>>(isa, packed_layout),
             Format::Q5_1 => p.on::<_, Ints<FiveBits, Half<true>, 32, 32>>(isa, packed_layout),
-            Format::Iq4Nl => p.on::<_, Ints<Iq4, Half<false>, 32, 32>>(lookups, packed_layout),
-            Format::Mxfp4Ggml => p.on::<_, Ints<E2m1, HalfPower, 32, 32>>(lookups, packed_layout),
+            Format::Iq4Nl => p.on::<_, Ints<Iq4, Half<false>, 32, 32>>(isa, packed_layout),
+            Format::Mxfp4Ggml => p.on::<_, Ints<E2m1, HalfPower, 32, 32>>(isa, packed_layout),
             Format::Q2K => p.on::<_, Ints<TwoBits, NibblesWithMinima, 16, 16>>(isa, packed_layout),
             Format::Q3K => p.on::<_, Ints<ThreeBits, SignedPairs, 16, BLOCK>>(isa, packed_layout),
             Format::Q4K => p.on::<_, Ints<Nibbles, InUnits, 32, BLOCK>>(isa, packed_layout),
             Format::Q5K => p.on::<_, Ints<FiveBits, WithMinima, 32, 32>>(isa, packed_layout),
             Format::Q6K => p.on::<_, Ints<SixBits, SignedPairs, 16, BLOCK>>(isa, packed_layout),
-            Format::Iq4Xs => p.on::<_, Ints<Iq4, Signed<1>, 32, 32>>(lookups, packed_layout),
+            Format::Iq4Xs => p.on::<_, Ints<Iq4, Signed<1>, 32, 32>>(isa, packed_layout),
             Format::Tq1_0 | Format::Tq2_0 => p.on::<_, Ints<TwoBits, Half<false>, 32, 128>>(isa, packed_layout),
             Format::Iq1S => p.on::<_, Ints<Iq1Codes, Signed<8>, 32, 32>>(isa, packed_layout),
             Format::Iq1M => p.on::<_, Ints<Iq1Codes, Signed<8>, 16, 16>>(isa, packed_layout),

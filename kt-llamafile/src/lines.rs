@@ -105,10 +105,6 @@ macro_rules! looked_up {
             }
             #[inline(always)]
             unsafe fn operands<I: Isa>(isa: I, table: I::Int, at: [*const u8; 2]) -> [I::Int; 2] {
-                if <$codes>::NIBBLES {
-                    // SAFETY: a line, by the caller's promise.
-                    return isa.lookup_nibbles(table, unsafe { isa.load(at[0]) });
-                }
                 // SAFETY: the bytes of a step in both planes, by the caller's promise.
                 let [a, b] = unsafe { <$codes>::operands(isa, (), at) };
                 [isa.lookup(table, a), isa.lookup(table, b)]
