@@ -72,6 +72,9 @@ impl Amx {
 }
 
 impl Kernel for Amx {
+    /// That of the kernel that packs, which is a multiple of the other one's.
+    const PANEL: usize = <Avx as Kernel>::PANEL;
+
     fn tier(self) -> Tier {
         Tier::Amx
     }

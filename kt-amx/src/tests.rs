@@ -250,3 +250,9 @@ fn conformance() {
     // Whatever tier the suite asks for, this one answers; it is tested once.
     kt_core::testing::conformance(|_| kernel().map(Amx::into_backend));
 }
+
+#[test]
+fn pieces_of_a_matrix_are_packed_as_the_whole() {
+    let Some(kernel) = kernel_or_skip() else { return };
+    kt_core::testing::pieces_pack_as_the_whole(kernel);
+}

@@ -7,6 +7,7 @@
 //! | --- | --- | --- | --- |
 //! | AMD Zen 5 | any | to the first level, past the others | 4 KiB; 8 KiB from three rows on |
 //! | AMD Zen 4 | one panel of nibbles, one or two rows; one panel of other integers, up to four | none: the order of addresses | |
+//! | AMD Zen 4 | a bundle, one or two rows | none: the order of addresses | |
 //! | AMD Zen 4 | several panels, or five rows and more | to the second level | 8 KiB |
 //! | AMD Zen 4 | other panels, one at a time, up to four rows | to the first level, past the others | 4 KiB |
 //! | AMD Zen 3 | any | as Zen 4; at one row none was better for all formats, more rows not measured | |
@@ -23,11 +24,6 @@ use crate::layout::LINE;
 /// Family 1Ah; 19h is Zen 3 and 4.
 static IS_ZEN5: LazyLock<bool> = LazyLock::new(|| amd_family() == Some(0x1a));
 
-/// Whether the hardware asks for lines in time when they are read one after another.
-pub(crate) fn one_stream() -> bool {
-    !*IS_ZEN5
-}
-
 /// How a tile asks for lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ahead {
@@ -39,9 +35,9 @@ pub struct Ahead {
 }
 
 impl Ahead {
-    /// For tiles of so many rows and panels, of `integers` or other numbers.
-    pub(crate) fn of(rows: usize, panels: usize, integers: bool) -> Ahead {
-        if !*IS_ZEN5 && integers && panels == 1 && rows <= 4 {
+    /// For tiles of so many rows and panels, of `integers` or other numbers, that are a whole `bundle` or not.
+    pub(crate) fn of(rows: usize, panels: usize, integers: bool, bundle: bool) -> Ahead {
+        if !*IS_ZEN5 && (integers && panels == 1 && rows <= 4 || bundle && rows <= 2) {
             return Ahead { second: true, bytes: 0 };
         }
         let second = !*IS_ZEN5 && (panels > 1 || rows > 4);
@@ -65,8 +61,8 @@ impl Ahead {
 /// other.
 #[derive(Default)]
 pub struct Later {
-    /// Where each range of lines begins, and how many lines it has.
-    ranges: [Cell<(usize, usize)>; RANGES],
+    /// Where each range of lines begins, how many lines it has, and how many lines one is from the next.
+    ranges: [Cell<(usize, usize, usize)>; RANGES],
     /// How many of them there are, and which is next.
     len: Cell<usize>,
     next: Cell<usize>,
@@ -97,9 +93,15 @@ impl Later {
 
     /// Adds `bytes` from `at` on; any address will do.
     pub(crate) fn add(&self, at: *const u8, bytes: usize) {
+        self.add_lines(at, bytes, LINE);
+    }
+
+    /// Adds `bytes` in lines that are `step` bytes apart, from the beginning of one if that is more than a line.
+    pub(crate) fn add_lines(&self, at: *const u8, bytes: usize, step: usize) {
         if bytes > 0 {
             let first = at.addr() / LINE;
-            self.ranges[self.len.get()].set((first, (at.addr() + bytes).div_ceil(LINE) - first));
+            let lines = (at.addr() % LINE + bytes).div_ceil(LINE);
+            self.ranges[self.len.get()].set((first, lines, step / LINE));
             self.len.set(self.len.get() + 1);
         }
     }
@@ -116,16 +118,16 @@ impl Later {
         let mut left = self.each.get();
         while left > 0 && self.next.get() < self.len.get() {
             let range = &self.ranges[self.next.get()];
-            let (first, lines) = range.get();
+            let (first, lines, step) = range.get();
             let now = left.min(lines);
-            for line in first..first + now {
-                let at = std::ptr::without_provenance(line * LINE);
+            for line in 0..now {
+                let at = std::ptr::without_provenance((first + line * step) * LINE);
                 match to {
                     Level::First => prefetch_now(at),
                     Level::Second => prefetch_later(at),
                 }
             }
-            range.set((first + now, lines - now));
+            range.set((first + now * step, lines - now, step));
             left -= now;
             if now == lines {
                 self.next.set(self.next.get() + 1);
@@ -171,11 +173,14 @@ mod tests {
         let zen5 = amd_family() == Some(0x1a);
         for integers in [false, true] {
             for (rows, panels) in [(4, 4), (8, 1)] {
-                assert_eq!(Ahead::of(rows, panels, integers), Ahead { second: !zen5, bytes: 8192 });
+                assert_eq!(Ahead::of(rows, panels, integers, false), Ahead { second: !zen5, bytes: 8192 });
             }
             let none = integers && !zen5;
             for rows in [1, 2] {
-                assert_eq!(Ahead::of(rows, 1, integers), Ahead { second: none, bytes: if none { 0 } else { 4096 } });
+                assert_eq!(
+                    Ahead::of(rows, 1, integers, false),
+                    Ahead { second: none, bytes: if none { 0 } else { 4096 } }
+                );
             }
         }
     }

@@ -13,7 +13,7 @@ use kt_core::{Format, Group, Matrix, Unsupported};
 
 use crate::inputs::PackInput;
 use crate::isa::{self, Isa, Job};
-use crate::layout::{self, CHUNK, Layout, PANEL};
+use crate::layout::{self, BUNDLE, CHUNK, Layout, PANEL};
 use crate::lines::E2M1_ZERO;
 use crate::product::Product;
 use crate::tiled::TileUnit;
@@ -91,6 +91,9 @@ macro_rules! how {
 }
 
 impl Kernel for Avx {
+    /// A bundle; of formats that have none, fewer would do.
+    const PANEL: usize = BUNDLE * PANEL;
+
     fn tier(self) -> Tier {
         self.tier
     }

@@ -3,8 +3,13 @@
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …          outputs padded to 16
 //! panel    front: scales of outputs, of 256 columns, of groups | block 0 | block 1 | … | lines that lie apart   sections padded to 64 bytes
-//! block    scales of groups, of integer codes of 4 or 8 bits | lines                                        128 columns; k padded to that
+//! block    scales of groups, of integer codes of 4 or 8 bits and of MXFP8 | lines                           128 columns; k padded to that
+//! bundle   line 0 of its panels, one after the other | line 1 of them | …                       of four panels, the last one of what is left
 //! ```
+//!
+//! Lines that take long to unpack need several panels at once, whose sums do not wait for each other: four streams, if panels lie one after the
+//! other. So those of F16, FP8 and MXFP8 take turns in bundles ([`Layout::bundle`]). Where something is in a panel is said as if the panel were
+//! alone; [`spread`] makes of it where it is in a bundle.
 //!
 //! Integer codes of 4 or 8 bits have the scales of their groups at hand: then what a product needs comes in the order of addresses, one panel
 //! after another, and a single stream is what memory is read fastest in (`PERFORMANCE.md`). That is, if the groups divide a block and their scales
@@ -45,35 +50,35 @@ use kt_core::{Format, Group, Matrix};
 
 /// The version of everything said above, and of how scales are rounded. Packed weights are kept on disk with it: raise it with any
 /// change of the bytes.
-pub(crate) const VERSION: u32 = 4;
+pub(crate) const VERSION: u32 = 5;
 
 /// What version [`VERSION`] makes of fixed matrices: checksums, by format. A test compares; it prints this table as it should be.
 #[cfg(test)]
 pub(crate) const PACKED: &[(&str, u64)] = &[
-    ("F32", 0xb59f9a4da47382e5),
-    ("F16", 0x81e98f8c5809dc85),
-    ("BF16", 0x4a1eb9908e737ed5),
-    ("FP8-block", 0x3227c3096ea3f07b),
-    ("FP8-channel", 0x0b33bd24a04224f5),
-    ("INT8-channel", 0xbda1b654917ff86e),
-    ("INT8-g32", 0x9d2e7024411b5f24),
-    ("INT8-g128", 0x507aec453afdab12),
-    ("INT8-offset-channel", 0x849a995ea07192a1),
-    ("INT8-offset-g128", 0x912c0417a04304da),
-    ("INT8-asym-channel", 0x579271cb16794d5a),
-    ("INT8-asym-g32", 0x8a91b32bf234f907),
-    ("INT8-asym-g128", 0x7595cc95d86af817),
-    ("INT4-channel", 0x023007fecee7b306),
-    ("INT4-g32", 0xa1704f708bed9055),
-    ("INT4-g64", 0x556ddafec461c1bb),
-    ("INT4-g128", 0x26e321a25ae1e783),
-    ("INT4-asym-channel", 0x4a5f304a7274e7d5),
-    ("INT4-asym-g32", 0xda54385584e287de),
-    ("INT4-asym-g128", 0xcc906e28b2840266),
-    ("MXFP4", 0x6aa865a1573d44b5),
-    ("MXFP8", 0x6819f8fbe8267a41),
-    ("NVFP4", 0xee01a2b108441a3b),
-    ("INT4-g96", 0x2fd17f5ab48d22df),
+    ("F32", 0xf6c1f7456e01c3cb),
+    ("F16", 0x36245db5fc46e227),
+    ("BF16", 0xe9661133a7838afa),
+    ("FP8-block", 0x6832fcde8b8f539d),
+    ("FP8-channel", 0x6e82716c8cf8fad6),
+    ("INT8-channel", 0x56d20beabb73e1ca),
+    ("INT8-g32", 0xe848a1ce6d6b53a4),
+    ("INT8-g128", 0x34dab4d01d13ffcf),
+    ("INT8-offset-channel", 0x20287f4bfaba4f52),
+    ("INT8-offset-g128", 0xf4bcacbbc7a09ed2),
+    ("INT8-asym-channel", 0x224bd4766cbfb0cc),
+    ("INT8-asym-g32", 0xc46ecf0710c9e91c),
+    ("INT8-asym-g128", 0xd22514b40af105f9),
+    ("INT4-channel", 0x58a64391997bc775),
+    ("INT4-g32", 0x7c560e28fa5f89dc),
+    ("INT4-g64", 0x1b2d692844266589),
+    ("INT4-g128", 0xbf05d58394affd9d),
+    ("INT4-asym-channel", 0x96b0da6468d4cc0a),
+    ("INT4-asym-g32", 0x2c1f3cf4bdfa4c4b),
+    ("INT4-asym-g128", 0xb54d9e4dc92f7299),
+    ("MXFP4", 0xa4320beef82b7c74),
+    ("MXFP8", 0x43308bbb386a70e5),
+    ("NVFP4", 0x537e278c28397e9e),
+    ("INT4-g96", 0x91a1a66a0a39efb1),
 ];
 
 /// Outputs of a panel.
@@ -110,8 +115,30 @@ pub struct Layout {
     pub unit: usize,
     /// Bytes of these scales, whole lines; or 0.
     pub head: usize,
-    /// Bytes from one panel to the next.
+    /// Bytes of a panel.
     pub panel_bytes: usize,
+    /// How many panels take turns with their lines: 1, none, or [`BUNDLE`].
+    pub bundle: usize,
+}
+
+/// Panels of a bundle.
+pub const BUNDLE: usize = 4;
+
+/// Where byte `at` of a panel is, counted from the panel's first line, if its lines are `step` bytes apart.
+#[inline(always)]
+pub fn spread(at: usize, step: usize) -> usize {
+    at / LINE * step + at % LINE
+}
+
+/// Where a panel is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PanelAt {
+    /// Its first byte.
+    pub start: usize,
+    /// Bytes from a line to the next one.
+    pub step: usize,
+    /// How many panels may be done together from it on.
+    pub left: usize,
 }
 
 /// What a [`Layout`] is made of.
@@ -127,12 +154,14 @@ pub struct Parts {
     pub super_record: usize,
     /// Whether scales of groups are to be among the blocks, if they fill lines there.
     pub among: bool,
+    /// See [`Layout::bundle`].
+    pub bundle: usize,
 }
 
 impl Layout {
     /// The layout of a matrix of so many columns that has these parts.
     pub fn of(cols: usize, parts: Parts) -> Self {
-        let Parts { lines, outputs, groups, super_record, among } = parts;
+        let Parts { lines, outputs, groups, super_record, among, bundle } = parts;
         let blocks = cols.div_ceil(BLOCK);
         let padded = blocks * BLOCK;
         let supers_at = outputs.next_multiple_of(LINE);
@@ -158,6 +187,7 @@ impl Layout {
             unit,
             head,
             panel_bytes: 0,
+            bundle,
         };
         layout.panel_bytes = layout.end_at(blocks) + blocks * lines[1];
         layout
@@ -186,8 +216,31 @@ impl Layout {
             Format::Int8(g) | Format::Int8Offset(g) => (8, of(g, 2)),
             _ => (8, (each, None)),
         };
-        let among = !matches!(format, Format::Fp8Block | Format::Mxfp8);
-        Layout::of(cols, Parts { lines: [PANEL * BLOCK * bits / 8, 0], outputs, groups, super_record: 0, among })
+        let among = format != Format::Fp8Block;
+        let bundled = matches!(format, Format::F16 | Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8);
+        let bundle = if bundled { BUNDLE } else { 1 };
+        Layout::of(
+            cols,
+            Parts { lines: [PANEL * BLOCK * bits / 8, 0], outputs, groups, super_record: 0, among, bundle },
+        )
+    }
+
+    /// Where panel `panel` of `panels` begins in a matrix, how many bytes its lines are apart, and how many panels of its bundle begin with it.
+    pub fn panel_at(&self, panel: usize, panels: usize) -> PanelAt {
+        // A power of two: this is asked for with every panel.
+        let place = panel & (self.bundle - 1);
+        let first = panel - place;
+        let bundle = panels.saturating_sub(first).clamp(1, self.bundle);
+        PanelAt {
+            start: first * self.panel_bytes + place * LINE,
+            step: bundle * LINE,
+            left: if self.bundle > 1 { bundle.saturating_sub(place) } else { usize::MAX },
+        }
+    }
+
+    /// Bytes from a panel to the next one of its bundle, or of the matrix.
+    pub fn stride(&self) -> usize {
+        if self.bundle > 1 { LINE } else { self.panel_bytes }
     }
 
     /// Whether a panel is read in the order of addresses: no scales of groups, all columns one group, or their scales are among the blocks.
@@ -255,12 +308,22 @@ pub(crate) const fn unit_of(of_block: usize, whole: bool) -> (usize, usize) {
 pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
     let format = matrix.format();
     let layout = Layout::new(format, matrix.cols());
-    for (first, out) in rows.clone().step_by(PANEL).zip(out.chunks_exact_mut(layout.panel_bytes.max(1))) {
+    if layout.panel_bytes == 0 {
+        return;
+    }
+    let panels = rows.len().div_ceil(PANEL);
+    for (panel, first) in rows.clone().step_by(PANEL).enumerate() {
         let outputs = PANEL.min(rows.end - first);
         let row_bytes = layout.lines[0] / PANEL;
-        for o in 0..outputs {
-            for (block, codes) in matrix.row(first + o).chunks(row_bytes).enumerate() {
-                let lines = &mut out[layout.lines_at(block)[0]..][..layout.lines[0]];
+        let PanelAt { start, step, .. } = layout.panel_at(panel, panels);
+        let out = &mut out[start..];
+        // By blocks, whose lines stay in the cache until all outputs have written to them.
+        for block in 0..layout.blocks {
+            let out = &mut out[spread(layout.lines_at(block)[0], step)..];
+            for o in 0..outputs {
+                let codes = matrix.row(first + o);
+                let codes = &codes[block * row_bytes..codes.len().min((block + 1) * row_bytes)];
+                let lines = out.chunks_mut(step);
                 match format {
                     Format::Int8(_) => each_dword(codes, lines, o * 4, |v| (v ^ 0x8080_8080).to_le_bytes()),
                     Format::Int4(_) | Format::Int4Asym(_) | Format::Mxfp4 | Format::Nvfp4 => {
@@ -275,7 +338,7 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
                 }
             }
         }
-        pack_scales(matrix, layout, first, outputs, out);
+        pack_scales(matrix, layout, (first, outputs), out, step);
     }
 }
 
@@ -297,9 +360,9 @@ impl Place for [usize; 2] {
     }
 }
 
-/// Writes the dwords of a row, transformed, to the same place of consecutive lines.
-fn each_dword(row: &[u8], lines: &mut [u8], at: impl Place, f: impl Fn(u32) -> [u8; 4]) {
-    for (v, line) in dwords(row).zip(lines.chunks_exact_mut(LINE)) {
+/// Writes the dwords of a row, transformed, to the same place of lines that begin what follows each other.
+fn each_dword<'a>(row: &[u8], lines: impl Iterator<Item = &'a mut [u8]>, at: impl Place, f: impl Fn(u32) -> [u8; 4]) {
+    for (v, line) in dwords(row).zip(lines) {
         at.put(line, f(v));
     }
 }
@@ -322,9 +385,10 @@ fn split_nibbles(v: u32) -> [u8; 4] {
     (spread(v & 0xffff) | spread(v >> 16) << 4).to_le_bytes()
 }
 
-fn pack_scales(matrix: &Matrix, layout: Layout, first: usize, outputs: usize, out: &mut [u8]) {
+/// Writes the scales of a panel, whose lines are `step` bytes apart.
+fn pack_scales(matrix: &Matrix, layout: Layout, (first, outputs): (usize, usize), out: &mut [u8], step: usize) {
     let Some(scales) = matrix.scales() else { return };
-    let mut put = |at: usize, v: f32| out[at..at + 4].copy_from_slice(&v.to_le_bytes());
+    let mut put = |at: usize, v: f32| out[spread(at, step)..][..4].copy_from_slice(&v.to_le_bytes());
     let format = matrix.format();
     // Whether there are NaN codes among columns `group` of some that share a scale.
     let nan = |o: usize, group: usize, of: usize| {
@@ -356,7 +420,7 @@ fn pack_scales(matrix: &Matrix, layout: Layout, first: usize, outputs: usize, ou
     }
     let groups = if layout.record > 0 { scales.cols() } else { 0 };
     for g in 0..groups {
-        let out = &mut out[layout.record_at(g)..][..layout.record];
+        let out = &mut out[spread(layout.record_at(g), step)..][..layout.record];
         for o in 0..outputs {
             match format {
                 Format::Mxfp8 if nan(o, g, mx::COLS) => out[o] = 255,
@@ -407,7 +471,8 @@ mod tests {
     #[test]
     fn parts_of_all_blocks_are_the_panel() {
         // Lines apart and records of 256 columns as well, which no format of this crate has.
-        let parts = Parts { lines: [1024, 256], outputs: 4, groups: Some((64, 32)), super_record: 32, among: false };
+        let parts =
+            Parts { lines: [1024, 256], outputs: 4, groups: Some((64, 32)), super_record: 32, among: false, bundle: 1 };
         let others = [
             (Format::Bf16, 100),
             (Format::Int4(Group::Of(32)), 704),
@@ -470,7 +535,7 @@ mod tests {
             .all(|format| Layout::new(format, 300).in_order())
         );
         assert!(
-            !Layout::new(Format::Int4(Group::Of(96)), 300).in_order() && !Layout::new(Format::Mxfp8, 300).in_order()
+            !Layout::new(Format::Int4(Group::Of(96)), 300).in_order() && !Layout::new(Format::Fp8Block, 300).in_order()
         );
         // Groups that no block divides, and such of several blocks.
         for (group, front) in [(96, 64 + 4 * 32), (256, 64 + 2 * 32)] {

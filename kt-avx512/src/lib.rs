@@ -52,7 +52,7 @@ pub use kernel::Avx;
 pub mod engine {
     pub use crate::blocks::{Blocks, Row};
     pub use crate::isa::{Bits, Grid, Isa, Job};
-    pub use crate::layout::{LINE, Layout, PANEL, Parts, SUPER};
+    pub use crate::layout::{BUNDLE, LINE, Layout, PANEL, PanelAt, Parts, SUPER, spread};
     pub use crate::lines::{Bytes, Codes, E2M1_ZERO, E2m1, Lines, Nibbles, Scale};
     pub use crate::product::{Ints, Path, Product};
     pub use crate::tile::Tile;

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)] // kernel
 
 use crate::isa::{Isa, Job};
-use crate::layout::{LINE, PANEL};
+use crate::layout::{BUNDLE, LINE, PANEL, spread};
 
 /// How the lines of a panel are stored, and how one becomes operands.
 pub trait Lines: Copy {
@@ -14,6 +14,8 @@ pub trait Lines: Copy {
     const PLANES: [usize; 2] = [LINE, 0];
     /// Whether plane 1 lies apart, behind all blocks: a stream of its own.
     const APART: bool = false;
+    /// How many panels take turns with them; see [`Layout::bundle`](crate::layout::Layout::bundle).
+    const BUNDLE: usize = 1;
     /// Whether they are sums of products already: one for each row, panel and span of columns that share a scale.
     const SUMMED: bool = false;
     /// What the loop keeps in registers for unpacking.
@@ -198,6 +200,7 @@ pub(crate) struct Fp8;
 
 impl Lines for Fp8 {
     const OPERANDS: usize = 2;
+    const BUNDLE: usize = BUNDLE;
     type Table<I: Isa> = I::Fp8Table;
     #[inline(always)]
     fn table<I: Isa>(isa: I) -> I::Fp8Table {
@@ -234,6 +237,7 @@ pub(crate) struct F16Lines;
 
 impl Lines for F16Lines {
     const OPERANDS: usize = 2;
+    const BUNDLE: usize = BUNDLE;
     type Table<I: Isa> = ();
     #[inline(always)]
     fn table<I: Isa>(_: I) {}
@@ -427,22 +431,28 @@ impl<L: Lines, const COLUMNS: usize> Steps<L, COLUMNS> {
     /// How many steps there are, if operands have four columns.
     pub(crate) const COUNT: usize = COLUMNS / 4 / L::OPERANDS;
 
-    /// Step `step` in both planes of the columns that begin at `at`, and apart.
+    /// Step `step` in both planes of the columns that begin at `at`, and apart, if lines are `line_step` bytes apart.
     #[inline(always)]
-    pub(crate) fn at([at, apart]: [*const u8; 2], step: usize) -> [*const u8; 2] {
+    pub(crate) fn at([at, apart]: [*const u8; 2], step: usize, line_step: usize) -> [*const u8; 2] {
         let (low, high) = (step * L::PLANES[0], step * L::PLANES[1]);
         if L::APART {
             return [at.wrapping_add(low), apart.wrapping_add(high)];
         }
         let plane_1 = if step > 0 { Self::COUNT * L::PLANES[1] } else { 0 };
-        [at.wrapping_add(plane_1 + low), at.wrapping_add(L::PLANES[0] + high)]
+        [plane_1 + low, L::PLANES[0] + high].map(|to| at.wrapping_add(Self::spread(to, line_step)))
     }
 
     /// What begins after so many times as many columns.
     #[inline(always)]
-    pub(crate) fn after(at: [*const u8; 2], times: usize) -> [*const u8; 2] {
-        let count = times * Self::COUNT;
-        [at[0].wrapping_add(count * Self::STEP[0]), at[1].wrapping_add(count * Self::STEP[1])]
+    pub(crate) fn after(at: [*const u8; 2], times: usize, line_step: usize) -> [*const u8; 2] {
+        let bytes = Self::STEP.map(|step| Self::spread(times * Self::COUNT * step, line_step));
+        [at[0].wrapping_add(bytes[0]), at[1].wrapping_add(bytes[1])]
+    }
+
+    /// [`spread`], of which nothing is left to do where lines follow each other.
+    #[inline(always)]
+    pub(crate) fn spread(at: usize, line_step: usize) -> usize {
+        if L::BUNDLE > 1 { spread(at, line_step) } else { at }
     }
 }
 
@@ -450,6 +460,8 @@ impl<L: Lines, const COLUMNS: usize> Steps<L, COLUMNS> {
 pub(crate) struct Unpack<'a, L, const COLUMNS: usize> {
     /// Its lines, and those of them that lie apart.
     pub from: [&'a [u8]; 2],
+    /// Bytes from a line to the next one.
+    pub line_step: usize,
     pub to: &'a mut [u8],
     pub lines: std::marker::PhantomData<L>,
 }
@@ -461,14 +473,15 @@ impl<L: Lines, const COLUMNS: usize> Job for Unpack<'_, L, COLUMNS> {
         let steps = Steps::<L, COLUMNS>::COUNT;
         let groups = self.to.chunks_exact_mut(steps * L::OPERANDS * LINE);
         for (from, bytes) in self.from.iter().zip(Steps::<L, COLUMNS>::STEP) {
-            assert!(from.len() >= groups.len() * steps * bytes);
+            let bytes = groups.len() * steps * bytes;
+            assert!(bytes == 0 || from.len() > Steps::<L, COLUMNS>::spread(bytes - 1, self.line_step));
         }
         let from = self.from.map(<[u8]>::as_ptr);
         for (group, to) in groups.enumerate() {
-            let from = Steps::<L, COLUMNS>::after(from, group);
+            let from = Steps::<L, COLUMNS>::after(from, group, self.line_step);
             for (step, to) in to.chunks_exact_mut(L::OPERANDS * LINE).enumerate() {
                 // SAFETY: the bytes of a step in both planes: there are those of all groups, as said above.
-                let operands = unsafe { L::operands(isa, table, Steps::<L, COLUMNS>::at(from, step)) };
+                let operands = unsafe { L::operands(isa, table, Steps::<L, COLUMNS>::at(from, step, self.line_step)) };
                 for (to, v) in to.chunks_exact_mut(LINE).zip(operands) {
                     // SAFETY: `to` is a line.
                     unsafe { isa.store(to.as_mut_ptr(), v) };

@@ -12,10 +12,10 @@ use kt_core::cpu::kernel::{Outputs, Scratch, Weights};
 use kt_core::format::mx;
 use kt_core::{Format, Group};
 
-use crate::ahead::{self, Ahead, Later, Level};
+use crate::ahead::{Ahead, Later, Level};
 use crate::blocks::{ASK, Blocks, Decode, Direct, Row};
 use crate::isa::{Isa, Job};
-use crate::layout::{CHUNK, LINE, Layout, PANEL, SUPER};
+use crate::layout::{CHUNK, LINE, Layout, PANEL, PanelAt, SUPER, spread};
 use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
     Nibbles, NoScale, Scale, ShiftedNibbles, Summed, Unpack,
@@ -53,8 +53,8 @@ pub trait Path<I: Isa> {
     const SCALED_BLOCKS: usize;
     /// Whether many rows pass over lines that were unpacked for them.
     const UNPACKED: bool;
-    /// Unpacks the lines of a block, and those of it that lie apart.
-    fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]);
+    /// Unpacks the lines of a block, which are so many bytes apart, and those of it that lie apart.
+    fn unpack(isa: I, from: [&[u8]; 2], line_step: usize, to: &mut [u8]);
     /// Runs a tile of `r` rows x `p` panels on lines as stored.
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>);
     /// Runs a tile of `r` rows x `p` panels on unpacked lines.
@@ -108,15 +108,25 @@ macro_rules! summed_shapes {
 /// is elsewhere. Else enough independent sums to hide the latency of unpacking and scaling, as far as registers go: those that codes pass
 /// through count as well. In the order of a tile unit there are three times as many.
 fn stream_panels<I: Isa, K: Path<I>>(rows: usize, layout: &Layout) -> usize {
-    let in_order = layout.in_order() && ahead::one_stream();
-    match (I::LARGE, rows) {
+    let bundle = K::Lines::BUNDLE;
+    match rows {
         _ if K::LIGHT && layout.record == 0 => 1,
-        (true, rows) if in_order && (K::LIGHT || rows <= K::ONE_STREAM) => 1,
-        (_, 2..) if I::TILES => 1,
+        1 | 2 if I::LARGE && bundle == 2 => 2,
+        2 | 3 if I::LARGE && bundle == 4 && I::TILES => 2,
+        _ if I::LARGE && layout.in_order() && (K::LIGHT || rows <= K::ONE_STREAM) => 1,
+        2.. if I::TILES => 1,
+        3 | 4 if I::LARGE && bundle == 4 => 4,
         // Bits from two places, or four codes of a byte, pass through more registers than nibbles.
-        (false, 1) if K::Lines::PLANES != [LINE, 0] => 2,
-        (_, 1) | (true, 2) => 4,
-        (false, 2) | (true, 3..=6) => 2,
+        1 if !I::LARGE && K::Lines::PLANES != [LINE, 0] => 2,
+        1 => 4,
+        2 => {
+            if I::LARGE {
+                4
+            } else {
+                2
+            }
+        }
+        3..=6 if I::LARGE => 2,
         _ => 1,
     }
 }
@@ -147,12 +157,21 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const SCALED_BLOCKS: usize = scaled_blocks::<S>();
     const UNPACKED: bool = L::OPERANDS > 1 && !(L::NIBBLES && I::LARGE && !I::TILES);
 
-    fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]) {
-        isa.run(Unpack::<L, XG> { from, to, lines: PhantomData });
+    fn unpack(isa: I, from: [&[u8]; 2], line_step: usize, to: &mut [u8]) {
+        isa.run(Unpack::<L, XG> { from, line_step, to, lines: PhantomData });
     }
 
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
-        stream_shapes!(I::LARGE, r, p, isa.run(IntTile::<L, S, XG, WG, true, R, P> { tile, kind: PhantomData }))
+        if const { L::BUNDLE == 2 && I::LARGE } && r <= 2 && p == 2 {
+            shapes!(
+                r,
+                p,
+                [1 x 2, 2 x 2],
+                isa.run(IntTile::<L, S, XG, WG, true, R, P> { tile, kind: PhantomData })
+            )
+        } else {
+            stream_shapes!(I::LARGE, r, p, isa.run(IntTile::<L, S, XG, WG, true, R, P> { tile, kind: PhantomData }))
+        }
     }
 
     fn cached(isa: I, r: usize, p: usize, tile: Tile<'_>) {
@@ -203,12 +222,19 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     const SCALED_BLOCKS: usize = 1;
     const UNPACKED: bool = L::OPERANDS > 1;
 
-    fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]) {
-        isa.run(Unpack::<L, BLOCK> { from, to, lines: PhantomData });
+    fn unpack(isa: I, from: [&[u8]; 2], line_step: usize, to: &mut [u8]) {
+        isa.run(Unpack::<L, BLOCK> { from, line_step, to, lines: PhantomData });
     }
 
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
-        stream_shapes!(I::LARGE, r, p, isa.run(FloatTile::<L, SCALED, true, R, P> { tile, kind: PhantomData }))
+        // Shapes that only bundles have: all of one, or, with the registers that a tile unit's order takes, half of one.
+        if const { L::BUNDLE == 4 && I::TILES } && (r, p) == (2, 2) {
+            isa.run(FloatTile::<L, SCALED, true, 2, 2> { tile, kind: PhantomData })
+        } else if const { L::BUNDLE == 4 && I::LARGE } && (3..=4).contains(&r) && p == L::BUNDLE {
+            shapes!(r, p, [3 x 4, 4 x 4], isa.run(FloatTile::<L, SCALED, true, R, P> { tile, kind: PhantomData }))
+        } else {
+            stream_shapes!(I::LARGE, r, p, isa.run(FloatTile::<L, SCALED, true, R, P> { tile, kind: PhantomData }))
+        }
     }
 
     fn cached(isa: I, r: usize, p: usize, tile: Tile<'_>) {
@@ -311,15 +337,26 @@ impl Product<'_> {
         }
         let layout_of = |weights: &Weights| layout(weights.format(), weights.cols());
         let layout = layout_of(weights);
-        let stride = layout.panel_bytes;
-        let packed = &weights.bytes()[range.start / PANEL * stride..];
+        assert!(layout.bundle == K::Lines::BUNDLE && (layout.bundle == 1 || K::UNPACKED));
+        let stride = layout.stride();
+        let packed = weights.bytes();
         let (n, width) = (self.rows.len(), range.len());
-        // The panels after those that begin with `at`: of this product, or of the next one.
-        let following = |at: &[u8], panels: usize, done: usize| match next {
-            Some((weights, first)) if done + panels * PANEL >= width => {
-                weights.bytes().as_ptr().wrapping_add(first / PANEL * layout_of(weights).panel_bytes)
+        let panels_of = |weights: &Weights| weights.rows().div_ceil(PANEL);
+        let all_panels = panels_of(weights);
+        // Where the panel is that begins with output `done` of the product.
+        let panel_at = |done: usize| layout.panel_at(range.start / PANEL + done / PANEL, all_panels);
+        // A panel from a byte on; nothing where no lines lie apart.
+        let from = |at: PanelAt, line: usize| packed.get(at.start + spread(line, at.step)..).unwrap_or_default();
+        // Where what comes after `done` outputs begins, of this product or of the next one, and how far apart its lines are.
+        let following = |done: usize| match next {
+            Some((weights, first)) if done >= width => {
+                let at = layout_of(weights).panel_at(first / PANEL, panels_of(weights));
+                (weights.bytes().as_ptr().wrapping_add(at.start), at.step)
             }
-            _ => at.as_ptr().wrapping_add(panels * stride),
+            _ => {
+                let at = panel_at(done);
+                (packed.as_ptr().wrapping_add(at.start), at.step)
+            }
         };
         let block_bytes = self.inputs.layout().block_bytes();
         let input_stride = self.inputs.rows() * block_bytes;
@@ -329,15 +366,17 @@ impl Product<'_> {
         let group = layout.group.unwrap_or(BLOCK);
         // Where the scales of groups begin for block `start`, and how many columns the first of them has left. Divisions: not for each panel.
         let scales_at = |start: usize| (layout.first_record(start), group - start * BLOCK % group);
-        let ahead = Ahead::of(n, 1, K::INTEGERS);
-        // A tile of some panels, the first of which begins `panel`, from block `start` on, of all rows.
-        let part = |panel: &'_ [u8], start: usize, blocks: usize, (group_at, group_left): (usize, usize)| Tile {
+        let ahead = Ahead::of(n, 1, K::INTEGERS, false);
+        // A tile of some panels, the first of which is at `at`, from block `start` on, of all rows.
+        let part = |at: PanelAt, start: usize, blocks: usize, (group_at, group_left): (usize, usize)| Tile {
             weights: [&[]; 2],
             weight_stride: stride,
+            line_step: at.step,
             unit: layout.unit,
             line_skip: layout.head,
-            panel: &packed[packed.len() - panel.len()..],
+            panel: &packed[at.start..],
             panel_stride: stride,
+            panel_step: at.step,
             outputs_at: layout.outputs_at,
             group_at,
             group,
@@ -361,7 +400,9 @@ impl Product<'_> {
             last: start + blocks == layout.blocks,
         };
         // Panels to do next: `most`, or one where fewer are left.
-        let next_panels = |done: usize, most: usize| if (width - done).div_ceil(PANEL) >= most { most } else { 1 };
+        let next_panels = |done: usize, most: usize, at: PanelAt| {
+            if (width - done).div_ceil(PANEL).min(at.left) >= most { most } else { 1 }
+        };
         let mut done = 0;
         if const { K::STREAMS } && n <= isa.stream_rows() {
             later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
@@ -369,17 +410,17 @@ impl Product<'_> {
             later.ask(Level::Second);
             let most = stream_panels::<I, K>(n, &layout);
             let (lines_at, scales_at, ahead_of_most) =
-                (layout.lines_at(0), scales_at(0), Ahead::of(n, most, K::INTEGERS));
+                (layout.lines_at(0), scales_at(0), Ahead::of(n, most, K::INTEGERS, most > 1 && most == layout.bundle));
             while done < width {
-                let panels = next_panels(done, most);
-                let panel = &packed[done / PANEL * stride..];
+                let at = panel_at(done);
+                let panels = next_panels(done, most, at);
                 let tile = Tile {
-                    weights: lines_at.map(|at| &panel[at..]),
-                    after: following(panel, panels, done),
+                    weights: lines_at.map(|line| from(at, line)),
+                    after: following(done + panels * PANEL).0,
                     ahead: if panels == most { ahead_of_most } else { ahead },
                     out: &mut self.out[done..],
                     width: (width - done).min(panels * PANEL),
-                    ..part(panel, 0, layout.blocks, scales_at)
+                    ..part(at, 0, layout.blocks, scales_at)
                 };
                 K::stream(isa, n, panels, tile);
                 done += panels * PANEL;
@@ -408,31 +449,39 @@ impl Product<'_> {
         // A unit that multiplies tiles has other ones.
         let together = |tiles: usize| if I::TILES { 1 } else { tiles };
         while done < width {
-            let panels = next_panels(done, most_panels);
-            let panel = &packed[done / PANEL * stride..];
+            let at = panel_at(done);
+            let panels = next_panels(done, most_panels, at);
             for start in (0..layout.blocks).step_by(most_blocks) {
                 let blocks = most_blocks.min(layout.blocks - start);
-                let (here, scales) = (layout.lines_at(start), scales_at(start));
+                let scales = scales_at(start);
                 if unpack {
                     for p in 0..panels {
                         let to = &mut buffer[p * unpacked_stride..][..blocks * operand_block];
                         for (block, to) in (start..).zip(to.chunks_exact_mut(operand_block)) {
-                            K::unpack(isa, layout.lines_at(block).map(|at| &panel[p * stride + at..]), to);
+                            let lines =
+                                layout.lines_at(block).map(|line| from(at, line).get(p * stride..).unwrap_or_default());
+                            K::unpack(isa, lines, at.step, to);
                         }
                     }
                 }
                 // What comes next: the next columns, or the first ones of the next panels, and part of the next inputs.
-                let (ahead, start_ahead) = match start + blocks {
-                    next if next < layout.blocks => (panel.as_ptr(), next),
-                    _ => (following(panel, panels, done), 0),
+                let ((ahead, step_ahead), start_ahead) = match start + blocks {
+                    next if next < layout.blocks => ((packed[at.start..].as_ptr(), at.step), next),
+                    _ => (following(done + panels * PANEL), 0),
                 };
                 let blocks_ahead = most_blocks.min(layout.blocks - start_ahead);
                 later.clear();
                 let parts = layout.parts(start_ahead..start_ahead + blocks_ahead);
                 for p in 0..panels {
-                    let at = ahead.wrapping_add(p * stride);
+                    let ahead = ahead.wrapping_add(p * stride);
                     for part in &parts {
-                        later.add(at.wrapping_add(part.start), part.len());
+                        let at = ahead.wrapping_add(spread(part.start, step_ahead));
+                        if panels * LINE != step_ahead || panels == 1 {
+                            later.add_lines(at, part.len(), step_ahead);
+                        } else if p == 0 {
+                            // A whole bundle.
+                            later.add(at, panels * part.len());
+                        }
                     }
                 }
                 if start == 0 {
@@ -447,10 +496,15 @@ impl Product<'_> {
                         end if first < end => (rows + 1, together((end - first) / (rows + 1))),
                         _ => (rows, together((n - first) / rows)),
                     };
-                    let part = part(panel, start, blocks, scales);
+                    let part = part(at, start, blocks, scales);
                     let tile = Tile {
-                        weights: if unpack { [&*buffer, &[]] } else { here.map(|at| &panel[at..]) },
+                        weights: if unpack {
+                            [&*buffer, &[]]
+                        } else {
+                            layout.lines_at(start).map(|line| from(at, line))
+                        },
                         weight_stride: if unpack { unpacked_stride } else { stride },
+                        line_step: LINE,
                         line_skip: if unpack { 0 } else { part.line_skip },
                         inputs: &part.inputs[first * block_bytes..],
                         out: &mut self.out[first * width + done..],
@@ -559,10 +613,12 @@ impl Product<'_> {
                     let tile = Tile {
                         weights: [&*buffer, &[]],
                         weight_stride: stride,
+                        line_step: LINE,
                         unit: 1,
                         line_skip: 0,
                         panel: &*buffer,
                         panel_stride: stride,
+                        panel_step: LINE,
                         outputs_at: 0,
                         group_at: line_bytes,
                         group: G,
@@ -580,7 +636,7 @@ impl Product<'_> {
                         out_stride: width,
                         width: (width - done).min(panels * PANEL),
                         after: buffer.as_ptr(),
-                        ahead: Ahead::of(n, 1, true),
+                        ahead: Ahead::of(n, 1, true, false),
                         later: &later,
                         sums,
                         last: start + now == columns,

@@ -573,3 +573,10 @@ fn packed_bytes_change_with_the_layout_version_only() {
         "what is packed has changed: raise VERSION, run again, and write this into PACKED:\n{table}"
     );
 }
+
+#[test]
+fn pieces_of_a_matrix_are_packed_as_the_whole() {
+    for kernel in kernels() {
+        kt_core::testing::pieces_pack_as_the_whole(kernel);
+    }
+}

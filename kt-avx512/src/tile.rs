@@ -18,7 +18,7 @@ use kt_core::cpu::input::{BLOCK, WORD_ZERO};
 
 use crate::ahead::{Ahead, Later, Level, prefetch_later, prefetch_now};
 use crate::isa::{Isa, Job};
-use crate::layout::{LINE, PANEL, SUPER, unit_of};
+use crate::layout::{LINE, PANEL, SUPER, spread, unit_of};
 use crate::lines::{Codes, Floats, Lines, SHIFTED, Scale, Steps};
 use crate::tiled::{CHAIN, SUMS_BYTES};
 
@@ -29,6 +29,8 @@ pub struct Tile<'a> {
     pub weights: [&'a [u8]; 2],
     /// See `weights`.
     pub weight_stride: usize,
+    /// Bytes from a line of a panel to the next one.
+    pub line_step: usize,
     /// Blocks after which lines and scales of groups go on elsewhere: 1, 2 or 4.
     pub unit: usize,
     /// Bytes between the lines of such blocks and those of the next ones.
@@ -37,6 +39,8 @@ pub struct Tile<'a> {
     pub panel: &'a [u8],
     /// See `panel`.
     pub panel_stride: usize,
+    /// Bytes from a line of scales to the next one. What is said below of where scales are in a panel is as if it were [`LINE`].
+    pub panel_step: usize,
     /// Where the scales of outputs begin in a panel.
     pub outputs_at: usize,
     /// Where the scales of the first group or block begin in a panel.
@@ -98,9 +102,11 @@ impl Tile<'_> {
         let r = r * self.row_tiles;
         let skips = [self.units_before(self.blocks - 1) * self.line_skip, 0];
         for ((weights, skips), bytes) in self.weights.iter().zip(skips).zip(block_bytes) {
-            assert!(bytes == 0 || weights.len() >= (p - 1) * self.weight_stride + self.blocks * bytes + skips);
+            let last = |bytes| (p - 1) * self.weight_stride + spread(bytes - 1, self.line_step);
+            assert!(bytes == 0 || weights.len() > last(self.blocks * bytes + skips));
         }
-        assert!(reads.scales == 0 || self.panel.len() >= (p - 1) * self.panel_stride + reads.scales);
+        let last = |bytes| (p - 1) * self.panel_stride + spread(bytes - 1, self.panel_step);
+        assert!(reads.scales == 0 || self.panel.len() > last(reads.scales));
         assert!(self.inputs.len() >= (self.blocks - 1) * self.input_stride + r * reads.input);
         assert!(self.width <= p * PANEL && self.width > (p - 1) * PANEL);
         assert!(self.out.len() >= (r - 1) * self.out_stride + self.width);
@@ -124,37 +130,88 @@ impl Tile<'_> {
         block * bytes + self.units_before(block) * self.line_skip
     }
 
+    /// [`Tile::line_step`] of lines `L`, as a constant where there is a whole bundle, so that addresses need no registers.
+    #[inline(always)]
+    fn line_step<L: Lines, const P: usize>(&self) -> usize {
+        let step = if L::BUNDLE == 1 || P == L::BUNDLE { L::BUNDLE * LINE } else { self.line_step };
+        assert!(step == self.line_step);
+        step
+    }
+
+    /// Where byte `at` of panel `p` is.
+    #[inline(always)]
+    fn panel_at(&self, p: usize, at: usize) -> *const u8 {
+        self.panel.as_ptr().wrapping_add(p * self.panel_stride + spread(at, self.panel_step))
+    }
+
     /// From something in the panels to where it is in those that follow.
     #[inline(always)]
     fn following(&self) -> usize {
         self.after.addr().wrapping_sub(self.panel.as_ptr().addr())
     }
 
+    /// How many blocks before they are due lines are asked for; `block_bytes` as below.
+    #[inline(always)]
+    fn blocks_ahead<const P: usize>(&self, block_bytes: [usize; 2]) -> usize {
+        (self.ahead.bytes / P).div_ceil(block_bytes[0] + block_bytes[1])
+    }
+
     /// From a line of a block to the line that is to be prefetched, and from one that lies apart; `block_bytes` from one block to the next.
     #[inline(always)]
     fn ahead<const P: usize>(&self, block: usize, block_bytes: [usize; 2]) -> [usize; 2] {
-        let blocks = (self.ahead.bytes / P).div_ceil(block_bytes[0] + block_bytes[1]);
+        let blocks = self.blocks_ahead::<P>(block_bytes);
         block_bytes.map(|bytes| {
-            if block + blocks < self.blocks {
-                blocks * bytes
-            } else {
-                self.following().wrapping_add(blocks * bytes).wrapping_sub(self.blocks * bytes)
-            }
+            let (ahead, all) = (spread(blocks * bytes, self.line_step), spread(self.blocks * bytes, self.line_step));
+            if block + blocks < self.blocks { ahead } else { self.following().wrapping_add(ahead).wrapping_sub(all) }
         })
     }
 
+    /// Whether the panels are a single stream: one alone, or those of a bundle.
+    #[inline(always)]
+    fn is_stream<const P: usize>(&self) -> bool {
+        P == 1 || self.panel_stride == LINE
+    }
+
     /// Asks for the scales in front of panels, which are few. All now: a hint more in the loop takes registers from it. Those of several panels
-    /// a round before they are due, to the second level, since lines of all panels come before them. Those of one panel alone as they come, in
-    /// the order of addresses: then the hardware sees a single stream.
+    /// a round before they are due, to the second level, since lines of all panels come before them. Those of a single stream as they come, in
+    /// the order of addresses, if the hardware asks for its lines; else see [`Tile::ask_next_front`].
     #[inline(always)]
     fn ask_front<const P: usize>(&self) {
+        if self.is_stream::<P>() && self.ahead.bytes > 0 {
+            return;
+        }
         for line in (0..self.front).step_by(LINE) {
             for p in 0..P {
-                let here = self.panel.as_ptr().wrapping_add(p * self.panel_stride + line);
-                match P {
-                    1 => prefetch_now(here),
-                    _ => prefetch_later(here.wrapping_add(self.following())),
+                let here = self.panel_at(p, line);
+                if self.is_stream::<P>() {
+                    prefetch_now(here);
+                } else {
+                    prefetch_later(here.wrapping_add(self.following()));
                 }
+            }
+        }
+    }
+
+    /// Asks for the scales in front of what follows a single stream, when block `block` of it is due at which the next lines to be asked for are those
+    /// behind them: what is asked for in the order of addresses is there in time, and a gap of six lines and more made all that follows late.
+    #[inline(always)]
+    fn ask_next_front<const P: usize>(&self, block: usize, block_bytes: [usize; 2]) {
+        if !self.is_stream::<P>() || block + self.blocks_ahead::<P>(block_bytes).min(self.blocks) != self.blocks {
+            return;
+        }
+        for line in (0..self.front).step_by(LINE) {
+            for p in 0..P {
+                self.ahead.ask(self.panel_at(p, line).wrapping_add(self.following()));
+            }
+        }
+    }
+
+    /// Asks for where a single stream that ends at `end` goes on, if that is elsewhere.
+    #[inline(always)]
+    fn ask_next(&self, end: *const u8) {
+        if self.after != end {
+            for line in 0..NEXT_LINES {
+                prefetch_later(self.after.wrapping_add(line * LINE));
             }
         }
     }
@@ -200,7 +257,7 @@ impl Tile<'_> {
                     v = isa.mul(v, isa.splat_f32(up));
                 }
                 if output_scales && self.last {
-                    let at = self.panel.as_ptr().wrapping_add(p * self.panel_stride + self.outputs_at);
+                    let at = self.panel_at(p, self.outputs_at);
                     // SAFETY: `check` saw the scales of P panels.
                     v = isa.mul(v, isa.as_f32(unsafe { isa.load(at) }));
                 }
@@ -279,6 +336,8 @@ struct Place {
     x: *const u8,
     /// Bytes of a block.
     input_bytes: usize,
+    /// Bytes from a line to the next one.
+    line_step: usize,
     /// From a line to the one to ask for, and from one that lies apart.
     ahead: [usize; 2],
 }
@@ -293,8 +352,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     /// each line.
     const ONE_STREAM: bool = STREAM && P == 1 && R <= one_stream::<L, S, XG, WG>();
 
-    /// Whether lines are asked for, and scales.
-    const ASKS: bool = STREAM && !Self::ONE_STREAM;
+    /// Whether it reads a whole bundle, which is a single stream as well.
+    const BUNDLE: bool = STREAM && P > 1 && P == L::BUNDLE;
 
     /// Whether scales of groups may be those of several blocks.
     const UNITS: bool = WG == BLOCK && S::WORDS == 0;
@@ -314,7 +373,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     /// # Safety
     /// Their lines, which begin at `line`, and the codes of all rows are readable; or the sums of all rows, which begin there.
     #[inline(always)]
-    unsafe fn add_products<I: Isa>(
+    unsafe fn add_products<I: Isa, const ASKS: bool>(
         t: &Tile<'_>,
         isa: I,
         (table, zeros): (L::Table<I>, [I::Int; P]),
@@ -351,7 +410,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 ($step:expr) => {
                     // SAFETY: lines of these columns, and codes of all rows, by the caller's promise.
                     unsafe {
-                        Self::add_step(t, isa, (table, zeros), (*line, at, k), s * steps + $step, [&mut acc, &mut high])
+                        let (line, step) = (*line, s * steps + $step);
+                        Self::add_step::<I, ASKS>(t, isa, (table, zeros), (line, at, k), step, [&mut acc, &mut high])
                     }
                 };
             }
@@ -390,7 +450,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 *sums = acc;
             }
         }
-        *line = Steps::<L, XG>::after(*line, 1);
+        *line = Steps::<L, XG>::after(*line, 1, at.line_step);
     }
 
     /// Adds the products of a step of `XG` columns, which begin with column `k` of a block, to `acc`; of high nibbles [apart](Self::apart) to the
@@ -399,7 +459,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     /// # Safety
     /// As that of [`Self::add_products`].
     #[inline(always)]
-    unsafe fn add_step<I: Isa>(
+    unsafe fn add_step<I: Isa, const ASKS: bool>(
         t: &Tile<'_>,
         isa: I,
         (table, zeros): (L::Table<I>, [I::Int; P]),
@@ -408,24 +468,26 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         [acc, high]: [&mut [[I::Int; P]; R]; 2],
     ) {
         let apart = Self::apart::<I>();
-        let Place { x, input_bytes, ahead } = at;
+        let Place { x, input_bytes, line_step, ahead } = at;
         let mut w = [[isa.splat(0); 2]; P];
         for (p, w) in w.iter_mut().enumerate() {
-            let line = line.map(|line| line.wrapping_add(p * t.weight_stride));
+            let line = line.map(|line| line.wrapping_add(p * if L::BUNDLE > 1 { LINE } else { t.weight_stride }));
             for i in 0..2 {
                 // The lines that begin here, counted from those of the first step: two at most. No loop: compilers would keep it.
                 let bytes = Steps::<L, XG>::STEP[i];
                 let (first, end) = ((step * bytes).div_ceil(LINE), ((step + 1) * bytes).div_ceil(LINE));
-                if Self::ASKS && first < end {
-                    t.ahead.ask(line[i].wrapping_add(first * LINE).wrapping_add(ahead[i]));
+                let at =
+                    |n: usize| line[i].wrapping_add(Steps::<L, XG>::spread(n * LINE, line_step)).wrapping_add(ahead[i]);
+                if ASKS && first < end {
+                    t.ahead.ask(at(first));
                 }
-                if Self::ASKS && first + 1 < end {
-                    t.ahead.ask(line[i].wrapping_add(first * LINE + LINE).wrapping_add(ahead[i]));
+                if ASKS && first + 1 < end {
+                    t.ahead.ask(at(first + 1));
                 }
             }
             // SAFETY: a step of panel `p`, by the caller's promise.
             *w = unsafe {
-                let at = Steps::<L, XG>::at(line, step);
+                let at = Steps::<L, XG>::at(line, step, line_step);
                 if apart {
                     let line = isa.load(at[0]);
                     [isa.and(line, isa.splat(LOW_NIBBLES)), isa.and(line, isa.splat(!LOW_NIBBLES))]
@@ -471,6 +533,20 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
 {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
+        if (Self::BUNDLE || Self::ONE_STREAM) && self.tile.ahead.bytes == 0 {
+            self.tile::<I, false>(isa);
+        } else {
+            self.tile::<I, STREAM>(isa);
+        }
+    }
+}
+
+impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, const R: usize, const P: usize>
+    IntTile<'_, L, S, XG, WG, STREAM, R, P>
+{
+    /// Does it. `ASKS`: lines and scales are asked for.
+    #[inline(always)]
+    fn tile<I: Isa, const ASKS: bool>(self, isa: I) {
         let mut t = self.tile;
         const { assert!(WG.is_multiple_of(XG) && (!S::MINIMA || WG == XG) && !(S::MINIMA && S::ZEROS)) };
         const { assert!(!S::POWERS || WG == XG && !S::MINIMA) };
@@ -514,17 +590,32 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             _ => 1,
         };
         let (words, word_zero) = (isa.splat(0xffff), isa.splat(WORD_ZERO));
+        let line_step = t.line_step::<L, P>();
+        // Where byte `at` of panel `p` is. Whether what is unpacked came from a bundle is not known before.
+        let (panel, panel_stride, panel_step) = (t.panel.as_ptr(), t.panel_stride, t.panel_step);
+        let scales_at = |p: usize, at: usize| {
+            let (stride, step) = match (STREAM, L::BUNDLE) {
+                (true, 1) => (panel_stride, LINE),
+                (true, _) => (LINE, line_step),
+                _ => (panel_stride, panel_step),
+            };
+            panel.wrapping_add(p * stride + spread(at, step))
+        };
+        assert!(
+            !STREAM
+                || t.panel_step == line_step && (L::BUNDLE == 1 || t.panel_stride == LINE && t.weight_stride == LINE)
+        );
         if STREAM {
             t.ask_front::<P>();
-            if Self::ONE_STREAM && t.following() != t.panel_stride {
-                for line in 0..NEXT_LINES {
-                    prefetch_later(t.after.wrapping_add(line * LINE));
-                }
+            if !ASKS {
+                let end =
+                    Steps::<L, XG>::spread(t.lines_before(t.blocks - 1, block_bytes[0]) + block_bytes[0], line_step);
+                t.ask_next(t.weights[0].as_ptr().wrapping_add(end));
             }
         }
         let stride = [block_bytes[0] + t.per_unit(t.line_skip), block_bytes[1]];
-        // Those of one panel alone that are among the blocks are asked for as they come.
-        let asks_records = P > 1 || t.line_skip == 0;
+        // Those of one panel alone, or of a bundle, that are among the blocks are asked for as they come.
+        let asks_records = P > 1 && L::BUNDLE == 1 || t.line_skip == 0;
         assert!(if Self::UNITS { t.unit.is_power_of_two() } else { t.unit == 1 });
         assert!((t.first_block | t.blocks).is_multiple_of(scaled_blocks::<S>()));
         for tile in 0..t.row_tiles {
@@ -533,7 +624,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             let mut total = t.begin::<I, R, P>(isa, first);
             let mut line = t.weights.map(<[u8]>::as_ptr);
             let mut x = t.inputs.as_ptr().wrapping_add(first * input_bytes);
-            let mut record = t.panel.as_ptr().wrapping_add(t.group_at);
+            let mut record = t.group_at;
             let mut left = t.group_left;
             // What sums of words, scaled once, add up to until they are scaled once more.
             let mut scaled_words = [[isa.zero(); P]; R];
@@ -545,24 +636,30 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     }
                     scaled_words = [[isa.zero(); P]; R];
                 }
-                let ahead = if Self::ASKS { t.ahead::<P>(block, stride) } else { [0; 2] };
-                if STREAM && P == 1 && t.line_skip > 0 && block & (Self::HEAD.0 - 1) == 0 {
+                let ahead = if ASKS { t.ahead::<P>(block, stride) } else { [0; 2] };
+                if ASKS {
+                    t.ask_next_front::<P>(block, stride);
+                }
+                if STREAM && (P == 1 || L::BUNDLE > 1) && t.line_skip > 0 && block & (Self::HEAD.0 - 1) == 0 {
                     // The scales in the order of addresses, and not between lines.
                     for i in 0..Self::HEAD.1 {
-                        let at = line[0].wrapping_sub((Self::HEAD.1 - i) * LINE);
-                        if Self::ONE_STREAM { prefetch_now(at) } else { t.ahead.ask(at.wrapping_add(ahead[0])) }
+                        let before = Steps::<L, XG>::spread((Self::HEAD.1 - i) * LINE, line_step);
+                        for p in 0..P {
+                            let at = line[0].wrapping_sub(before).wrapping_add(p * LINE);
+                            if ASKS { t.ahead.ask(at.wrapping_add(ahead[0])) } else { prefetch_now(at) }
+                        }
                     }
                 }
                 if !STREAM && !L::SUMMED {
                     t.later.ask(Level::First);
                 }
                 let super_at = t.supers_at + (t.first_block + block) * BLOCK / SUPER * S::SUPER;
-                let above = t.panel.as_ptr().wrapping_add(if S::SUPER > 0 { super_at } else { 0 });
+                let above = |p: usize| scales_at(p, if S::SUPER > 0 { super_at } else { 0 });
                 let mut factors = [isa.splat(0); P];
                 if S::WORDS > 0 {
                     for (p, factors) in factors.iter_mut().enumerate() {
                         // SAFETY: what is above the groups of panel `p`, in bounds as said above.
-                        *factors = unsafe { S::factors(isa, above.wrapping_add(p * t.panel_stride)) };
+                        *factors = unsafe { S::factors(isa, above(p)) };
                     }
                 }
                 for c in 0..BLOCK / columns {
@@ -571,7 +668,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                         let k = c * columns + g * scaled;
                         if S::ZEROS && g == 0 {
                             for (p, zero) in zeros.iter_mut().enumerate() {
-                                let at = record.wrapping_add(p * t.panel_stride);
+                                let at = scales_at(p, record);
                                 if shifts {
                                     // SAFETY: the record of this group of panel `p`, in bounds as said above.
                                     *zero = unsafe { S::shift(isa, at) };
@@ -606,25 +703,26 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                     }
                                 }
                             }
-                            let at = Place { x, input_bytes, ahead };
+                            let at = Place { x, input_bytes, line_step, ahead };
                             // SAFETY: `XG` columns from column `k + h * XG` on, in bounds as said above.
                             unsafe {
-                                Self::add_products(&t, isa, (table, zeros), (&mut line, at, k + h * XG), &mut sums)
+                                let at = (&mut line, at, k + h * XG);
+                                Self::add_products::<I, ASKS>(&t, isa, (table, zeros), at, &mut sums)
                             };
                         }
                         if S::WORDS > 0 {
                             for p in 0..P {
-                                let at = record.wrapping_add(p * t.panel_stride);
+                                let at = scales_at(p, record);
                                 // SAFETY: the records of this group, or of these two, of panel `p`, in bounds as said above.
                                 let scales = unsafe { S::words(isa, at, factors[p]) };
-                                if Self::ASKS && asks_records {
+                                if ASKS && asks_records {
                                     t.ahead.ask(at.wrapping_add(t.following()));
                                 }
                                 for sums in &mut sums {
                                     sums[p] = isa.madd(isa.xor(sums[p], word_zero), scales);
                                 }
                             }
-                            record = record.wrapping_add(S::WORDS * S::RECORD);
+                            record += S::WORDS * S::RECORD;
                         }
                         for (r, sums) in sums.iter().enumerate() {
                             // SAFETY: a scale of row `r`, in bounds as said above.
@@ -655,8 +753,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                         let mut w_scale = [isa.zero(); P];
                         let mut minimum = [isa.zero(); P];
                         for p in 0..P {
-                            let at = record.wrapping_add(p * t.panel_stride);
-                            let above = above.wrapping_add(p * t.panel_stride);
+                            let (at, above) = (scales_at(p, record), above(p));
                             // SAFETY: the record of this group of panel `p`, and the one above it, in bounds as said above.
                             w_scale[p] = unsafe { S::load(isa, at, above) };
                             if S::MINIMA {
@@ -664,14 +761,14 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 minimum[p] = unsafe { S::minima(isa, at, above) };
                             }
                         }
-                        for p in 0..if Self::ASKS && S::RECORD > 0 && S::WORDS == 0 && asks_records { P } else { 0 } {
-                            t.ahead.ask(record.wrapping_add(p * t.panel_stride).wrapping_add(t.following()));
+                        for p in 0..if ASKS && S::RECORD > 0 && S::WORDS == 0 && asks_records { P } else { 0 } {
+                            t.ahead.ask(scales_at(p, record).wrapping_add(t.following()));
                         }
                         if S::WORDS == 0 {
                             left -= WG;
                             if left == 0 {
                                 left = t.group;
-                                record = record.wrapping_add(S::RECORD);
+                                record += S::RECORD;
                             }
                         }
                         // With few rows, a multiplication each is less than what it takes to do without.
@@ -706,9 +803,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 }
                 x = x.wrapping_add(t.input_stride);
                 if !Self::UNITS || (t.first_block + block + 1) & (t.unit - 1) == 0 {
-                    record = record.wrapping_add(t.record_skip);
+                    record += t.record_skip;
                     if !L::SUMMED {
-                        line[0] = line[0].wrapping_add(t.line_skip);
+                        line[0] = line[0].wrapping_add(Steps::<L, XG>::spread(t.line_skip, line_step));
                     }
                 }
             }
@@ -756,7 +853,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         // Registers: of inputs, one for each of 4 columns of a row; of weights, 4 or 8 for each panel.
         if const { STREAM && SCALED != scaled::NO && I::FP8_UP != 1.0 && R < if I::LARGE { P } else { 2 * P } } {
             assert!(self.tile.row_tiles == 1);
-            let total = self.total::<I, true>(isa, 0);
+            let total = self.total_asked::<I, true>(isa, 0);
             let mut beyond = isa.zero();
             for total in &total {
                 for &v in total {
@@ -770,7 +867,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
             }
         } else {
             for tile in 0..self.tile.row_tiles {
-                let total = self.total::<I, false>(isa, tile * R);
+                let total = self.total_asked::<I, false>(isa, tile * R);
                 self.end(isa, tile * R, total);
             }
         }
@@ -785,7 +882,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
 {
     #[inline(always)]
     fn go<I: Isa>(mut self, isa: I) {
-        let total = self.0.total::<I, false>(isa, 0);
+        let total = self.0.total_asked::<I, false>(isa, 0);
         self.0.end(isa, 0, total);
     }
 }
@@ -800,6 +897,13 @@ fn again<I: Isa, J: Job>(isa: I, job: J) {
 impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: usize>
     FloatTile<'_, L, SCALED, STREAM, R, P>
 {
+    /// Bytes from the scales of the first block to those of another one.
+    #[inline(always)]
+    fn record_at(&self, block: usize) -> usize {
+        let (span, record) = scaled::span(SCALED);
+        block * (BLOCK / span * record + self.tile.record_skip)
+    }
+
     /// Bytes of the scales that a panel has for the tile, from its start.
     #[inline(always)]
     fn scales(&self) -> usize {
@@ -807,24 +911,25 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         match SCALED {
             scaled::NO => 0,
             scaled::OUTPUTS => self.tile.outputs_at + PANEL * 4,
-            _ => self.tile.group_at + self.tile.blocks * (BLOCK / span) * record,
+            _ => self.tile.group_at + self.record_at(self.tile.blocks - 1) + BLOCK / span * record,
         }
     }
 
-    /// Adds the sums of a span, times its scales, which are at `scale` in the first panel.
+    /// Adds the sums of span `span` of block `block`, times its scales.
     ///
     /// # Safety
-    /// They are readable, and so are those of the other panels.
+    /// They are readable in all panels.
     #[inline(always)]
     unsafe fn add_scaled<I: Isa>(
         &self,
         isa: I,
         total: &mut [[I::Flt; P]; R],
         sums: &[[I::Flt; P]; R],
-        scale: *const u8,
+        (block, span): (usize, usize),
     ) {
+        let scale = self.tile.group_at + self.record_at(block) + span * scaled::span(SCALED).1;
         for p in 0..P {
-            let at = scale.wrapping_add(p * self.tile.panel_stride);
+            let at = self.tile.panel_at(p, scale);
             // SAFETY: readable by the caller's promise.
             let mut scale =
                 unsafe { if SCALED == scaled::TILES { isa.load_f32(at) } else { isa.exp2(isa.load_u8(at)) } };
@@ -851,8 +956,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         // From here on every read is in bounds: there is a sum and a scale for every span.
         let mut total = if record > 0 { t.begin::<I, R, P>(isa, 0) } else { [[isa.zero(); P]; R] };
         let mut at = t.weights[0].as_ptr();
-        let mut scale = t.panel.as_ptr().wrapping_add(t.group_at);
-        for _ in 0..spans {
+        for i in 0..spans {
             let mut sums = total;
             for (r, sums) in sums.iter_mut().enumerate() {
                 for (p, sum) in sums.iter_mut().enumerate() {
@@ -861,13 +965,13 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                 }
             }
             if record > 0 {
+                let each = BLOCK / span;
                 // SAFETY: the scales of this span of P panels, in bounds as said above.
-                unsafe { self.add_scaled(isa, &mut total, &sums, scale) };
+                unsafe { self.add_scaled(isa, &mut total, &sums, (i / each, i % each)) };
             } else {
                 total = sums;
             }
             at = at.wrapping_add(SUMS_BYTES);
-            scale = scale.wrapping_add(record);
         }
         total
     }
@@ -877,12 +981,21 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         self.tile.end(isa, first, total, SCALED == scaled::OUTPUTS, if SCALED == scaled::NO { 1.0 } else { I::FP8_UP });
     }
 
-    /// The totals of the tile that begins with row `first`; see [`FloatTile`] for `INPUTS_UP`.
+    /// [`Self::total`], with hints or, where there are none, without a trace of them.
     #[inline(always)]
-    fn total<I: Isa, const INPUTS_UP: bool>(&self, isa: I, first: usize) -> [[I::Flt; P]; R] {
+    fn total_asked<I: Isa, const INPUTS_UP: bool>(&self, isa: I, first: usize) -> [[I::Flt; P]; R] {
+        if const { STREAM && P > 1 && P == L::BUNDLE } && self.tile.ahead.bytes == 0 {
+            self.total::<I, INPUTS_UP, false>(isa, first)
+        } else {
+            self.total::<I, INPUTS_UP, STREAM>(isa, first)
+        }
+    }
+
+    /// The totals of the tile that begins with row `first`; see [`FloatTile`] for `INPUTS_UP`. `ASKS`: lines are asked for.
+    #[inline(always)]
+    fn total<I: Isa, const INPUTS_UP: bool, const ASKS: bool>(&self, isa: I, first: usize) -> [[I::Flt; P]; R] {
         let t = &self.tile;
-        // Integer codes only have scales between lines.
-        assert!(t.line_skip == 0 && t.record_skip == 0);
+        assert!(t.unit == 1);
         if const { L::SUMMED } {
             return self.total_of_sums(isa);
         }
@@ -895,6 +1008,10 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         t.check(R, P, block_bytes, Reads { scales, input: input_bytes });
         if STREAM {
             t.ask_front::<P>();
+            if !ASKS {
+                let end = spread(t.blocks * block_bytes[0] + (t.blocks - 1) * t.line_skip, t.line_step);
+                t.ask_next(t.weights[0].as_ptr().wrapping_add(end));
+            }
         }
 
         // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of all rows, and a
@@ -903,9 +1020,20 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let mut total = t.begin::<I, R, P>(isa, first);
         let mut line = t.weights[0].as_ptr();
         let mut x = t.inputs.as_ptr().wrapping_add(first * input_bytes);
-        let mut scale = t.panel.as_ptr().wrapping_add(t.group_at);
+        let line_step = t.line_step::<L, P>();
+        let stride = [block_bytes[0] + t.line_skip, 0];
         for block in 0..t.blocks {
-            let ahead = if STREAM { t.ahead::<P>(block, block_bytes)[0] } else { 0 };
+            let ahead = if ASKS { t.ahead::<P>(block, stride)[0] } else { 0 };
+            if ASKS {
+                t.ask_next_front::<P>(block, stride);
+            }
+            if STREAM && SCALED == scaled::GROUPS {
+                // The scales before lines, in the order of addresses.
+                for i in 0..P {
+                    let at = line.wrapping_sub(spread(t.line_skip, t.line_step)).wrapping_add(i * LINE);
+                    if ASKS { t.ahead.ask(at.wrapping_add(ahead)) } else { prefetch_now(at) }
+                }
+            }
             if !STREAM {
                 t.later.ask(Level::Second);
             }
@@ -916,7 +1044,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                     let mut w = [[isa.splat(0); 2]; P];
                     for (p, w) in w.iter_mut().enumerate() {
                         let at = line.wrapping_add(p * t.weight_stride);
-                        if STREAM {
+                        if ASKS {
                             t.ahead.ask(at.wrapping_add(ahead));
                         }
                         // SAFETY: the next line of panel `p`, in bounds as said above.
@@ -924,7 +1052,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                             if shifted { isa.fp8_shifted(isa.load(at)) } else { L::operands(isa, table, [at; 2]) }
                         };
                     }
-                    line = line.wrapping_add(LINE);
+                    line = line.wrapping_add(line_step);
                     for l in 0..L::OPERANDS {
                         let k = s * span + (j * L::OPERANDS + l) * per_operand;
                         for (r, sums) in sums.iter_mut().enumerate() {
@@ -966,12 +1094,12 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                 }
                 if record > 0 {
                     // SAFETY: the scales of this span of P panels, in bounds as said above.
-                    unsafe { self.add_scaled(isa, &mut total, &sums, scale) };
-                    scale = scale.wrapping_add(record);
+                    unsafe { self.add_scaled(isa, &mut total, &sums, (block, s)) };
                 } else {
                     total = sums;
                 }
             }
+            line = line.wrapping_add(spread(t.line_skip, t.line_step));
             x = x.wrapping_add(t.input_stride);
         }
         total

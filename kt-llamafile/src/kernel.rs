@@ -52,6 +52,9 @@ impl Llamafile {
 }
 
 impl Kernel for Llamafile {
+    /// A bundle of two; of formats that have none, fewer would do.
+    const PANEL: usize = 2 * PANEL;
+
     fn tier(self) -> Tier {
         self.avx.tier()
     }

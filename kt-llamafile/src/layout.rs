@@ -3,11 +3,13 @@
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …                      outputs padded to 16
 //! panel    super records | group records, where they are not in blocks | block 0 | block 1 | …   each part padded to 64 bytes
-//! block    group records, where there is one plane of 4 or 8 bits | group 0 | group 1 | …       columns padded to 128
+//! block    group records, unless plane 1 is apart or a group is longer | group 0 | group 1 | …   columns padded to 128
 //! group    first step of plane 0 | plane 1 | other steps of plane 0                              what the second table has as a group
 //! plane    steps of 8 columns of a group
+//! bundle   line 0 of panel 0, line 0 of panel 1, line 1 of panel 0, …                            of two panels, of the last one if it is alone
 //!
-//! Codes of three and of six bits have plane 1 of all groups behind all blocks.
+//! Codes of three bits have plane 1 of all groups behind all blocks. Those of two, five and six bits lie in bundles: unpacking them takes so long that two
+//! panels are done at once, and so they are one stream from memory (`kt-avx512/src/layout.rs`).
 //!
 //! operand  64 bytes: the code of column k + i (i in 0..4) of output o is byte 4 * o + i
 //! step     operand A (columns 0..4) and operand B (columns 4..8), their bits spread over the planes
@@ -62,33 +64,33 @@ use kt_core::{Format, Matrix};
 use crate::lines::{IQ1_FLIP, IQ1_VALUES, IQ2_FLIP, IQ2_VALUES, IQ3_FLIP, IQ3_S_VALUES, IQ3_XXS_VALUES, Ratio};
 
 /// The version of everything said above. Packed weights are kept on disk with it: raise it with any change of the bytes.
-pub(crate) const VERSION: u32 = 6;
+pub(crate) const VERSION: u32 = 7;
 
 /// What version [`VERSION`] makes of fixed matrices: checksums, by format. A test compares; it prints this table as it should be.
 #[cfg(test)]
 pub(crate) const PACKED: &[(&str, u64)] = &[
-    ("Q8_0", 0x825e40b86260665b),
-    ("Q4_0", 0x935667826f6332f4),
-    ("Q4_K", 0x1e6433fb6d4607d7),
-    ("Q5_K", 0xc37592a79e2b2646),
-    ("Q6_K", 0x95e8207cecc8e2d7),
-    ("Q4_1", 0x4ef115fa62c2d9ba),
-    ("Q5_0", 0x834f0265cbd88034),
-    ("Q5_1", 0x918832adb3d175a0),
-    ("Q2_K", 0x49f6a78043bddc94),
-    ("Q3_K", 0x5e4d58f07f1e6f23),
-    ("IQ4_NL", 0x935667826f6332f4),
-    ("IQ4_XS", 0xc3bc7e99a83416b4),
-    ("IQ2_XXS", 0x84ccb8fcc616f966),
-    ("IQ2_XS", 0x4844a490623681c3),
-    ("IQ2_S", 0xb4a4af80f92487db),
-    ("IQ3_XXS", 0xa76116b013cb2a21),
-    ("IQ3_S", 0x74bfb429d1ae82b4),
-    ("IQ1_S", 0x53028799362d7128),
-    ("IQ1_M", 0x2f75979dbcd77a61),
-    ("TQ1_0", 0xdbe41370651dbd21),
-    ("TQ2_0", 0x11bdafefc0109f3b),
-    ("MXFP4-ggml", 0x47936d6fe55c73fa),
+    ("Q8_0", 0x8ec0c4d45f0cca4d),
+    ("Q4_0", 0x7f1361c8ff6b1766),
+    ("Q4_K", 0x7ecccd7c59f85b72),
+    ("Q5_K", 0xa010821780139d48),
+    ("Q6_K", 0xd1451d184ff70c22),
+    ("Q4_1", 0x2e32e11fd8109463),
+    ("Q5_0", 0x5281c3137e8cb6be),
+    ("Q5_1", 0x0153b99223779c13),
+    ("Q2_K", 0xc41e26b2a05cd8d4),
+    ("Q3_K", 0xc2d523d56c8dd324),
+    ("IQ4_NL", 0x7f1361c8ff6b1766),
+    ("IQ4_XS", 0x066d3d2f801cdba8),
+    ("IQ2_XXS", 0x16f8ceca24b4c22a),
+    ("IQ2_XS", 0x743b52e132768109),
+    ("IQ2_S", 0xec178074d4885998),
+    ("IQ3_XXS", 0xd3d079f515e1f363),
+    ("IQ3_S", 0x46509bce42f677c3),
+    ("IQ1_S", 0xfeafcc9fbea8259c),
+    ("IQ1_M", 0x3a3236fe1c3767bb),
+    ("TQ1_0", 0x17f9d61ef02bf22e),
+    ("TQ2_0", 0x4981905f3d07dc09),
+    ("MXFP4-ggml", 0x24418fc1b8ef34d9),
 ];
 
 /// Columns that are packed at a time: a block of the K types, two of a panel.
@@ -103,7 +105,7 @@ const MOST_RECORDS: usize = 8 * HALVES * 2;
 /// # Panics
 /// When it is of another type: a caller's error.
 pub(crate) fn packed_layout(format: Format, cols: usize) -> Layout {
-    let Shape { planes: [low, high], apart, group, record, super_record } = shape(format);
+    let Shape { planes: [low, high], apart, bundle, group, record, super_record } = shape(format);
     let bits = if apart { [low, high] } else { [low + high, 0] };
     Layout::of(
         cols,
@@ -112,7 +114,8 @@ pub(crate) fn packed_layout(format: Format, cols: usize) -> Layout {
             outputs: 0,
             groups: Some((group, record)),
             super_record,
-            among: matches!([low, high], [4 | 8, 0]),
+            among: bundle > 1 || matches!([low, high], [4 | 8, 0]),
+            bundle,
         },
     )
 }
@@ -123,6 +126,8 @@ struct Shape {
     planes: [usize; 2],
     /// Whether plane 1 is behind all blocks.
     apart: bool,
+    /// How many panels take turns with their lines.
+    bundle: usize,
     /// Columns of a group.
     group: usize,
     /// Bytes of its record, of a panel.
@@ -150,71 +155,89 @@ fn shape(format: Format) -> Shape {
         Format::Iq2Xs | Format::Iq2S | Format::Iq1M => ([2, 1], 16, PANEL, HALVES),
         other => panic!("{other} is not repacked"),
     };
-    // Of three and six bits; see `lines.rs`.
-    let apart = matches!(planes, [2, 1] | [4, 2]);
-    Shape { planes, apart, group, record, super_record }
+    let apart = planes == [2, 1];
+    let bundle = if matches!(planes, [2, 0] | [4, 1 | 2]) { 2 } else { 1 };
+    Shape { planes, apart, bundle, group, record, super_record }
 }
 
 /// Packs rows `rows` of `matrix` into `out`, which is zeroed and has a whole panel for every 16 outputs or part of them.
 pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
-    let format = matrix.format();
-    let layout = packed_layout(format, matrix.cols());
+    let layout = packed_layout(matrix.format(), matrix.cols());
+    if layout.panel_bytes == 0 {
+        return;
+    }
+    let panels = rows.len().div_ceil(PANEL);
+    let mut alone = vec![0; if layout.bundle > 1 { layout.panel_bytes } else { 0 }];
+    for (panel, first) in rows.clone().step_by(PANEL).enumerate() {
+        let rows = first..rows.end.min(first + PANEL);
+        let at = layout.panel_at(panel, panels);
+        if layout.bundle == 1 {
+            pack_panel(matrix, &layout, rows, &mut out[at.start..][..layout.panel_bytes]);
+            continue;
+        }
+        alone.fill(0);
+        pack_panel(matrix, &layout, rows, &mut alone);
+        for (line, out) in alone.chunks_exact(LINE).zip(out[at.start..].chunks_mut(at.step)) {
+            out[..LINE].copy_from_slice(line);
+        }
+    }
+}
+
+/// Packs a panel, which has these rows of `matrix`, as if it were alone, into `out`, which is zeroed.
+fn pack_panel(matrix: &Matrix, layout: &Layout, rows: Range<usize>, out: &mut [u8]) {
+    let (format, first, outputs) = (matrix.format(), rows.start, rows.len());
     let (cols, bytes) = ggml::block(format).expect("types that are repacked have blocks");
     let Shape { planes: [low, high], apart, group, .. } = shape(format);
     let (records, tile_bytes) = (cols / group * layout.record, TILE / cols * bytes);
-    // A matrix of no columns has panels of no bytes.
-    for (first, out) in rows.clone().step_by(PANEL).zip(out.chunks_exact_mut(layout.panel_bytes.max(1))) {
-        let outputs = PANEL.min(rows.end - first);
-        // Those of absent outputs stay zero.
-        let mut operands = [[0; PANEL]; TILE / 4];
-        let mut groups = [0; MOST_RECORDS];
-        for tile in 0..(layout.blocks * BLOCK).div_ceil(TILE) {
-            groups.fill(0);
-            for o in 0..outputs {
-                let row = matrix.row(first + o);
-                let blocks = &row[tile * tile_bytes..row.len().min((tile + 1) * tile_bytes)];
-                for (operand, codes) in operands.iter_mut().zip(codes(format, blocks).as_chunks::<4>().0) {
-                    operand[o] = u32::from_le_bytes(*codes);
-                }
-                for (b, block) in blocks.chunks_exact(bytes).enumerate() {
-                    let groups = &mut groups[b * records..][..records];
-                    let super_record = &mut out[layout.supers_at + tile * layout.super_record..];
-                    put_scales(format, block, o, groups, &mut super_record[..layout.super_record]);
-                }
+    // Those of absent outputs stay zero.
+    let mut operands = [[0; PANEL]; TILE / 4];
+    let mut groups = [0; MOST_RECORDS];
+    for tile in 0..(layout.blocks * BLOCK).div_ceil(TILE) {
+        groups.fill(0);
+        for o in 0..outputs {
+            let row = matrix.row(first + o);
+            let blocks = &row[tile * tile_bytes..row.len().min((tile + 1) * tile_bytes)];
+            for (operand, codes) in operands.iter_mut().zip(codes(format, blocks).as_chunks::<4>().0) {
+                operand[o] = u32::from_le_bytes(*codes);
             }
-            let blocks = tile * (TILE / BLOCK)..layout.blocks;
-            for (block, operands) in blocks.zip(operands.as_chunks::<{ BLOCK / 4 }>().0) {
-                let at = layout.lines_at(block);
-                // Groups of several blocks have one plane, which goes on as if there were no groups.
-                let columns = group.min(BLOCK);
-                let (low_bytes, high_bytes) = (low * PANEL * columns / 8, high * PANEL * columns / 8);
-                for (g, operands) in operands.chunks_exact(columns / 4).enumerate() {
-                    let [group, apart_at] = [0, 1].map(|i| at[i] + g * layout.lines[i] * columns / BLOCK);
-                    let second = group + low * PANEL;
-                    let (plane_1, rest) = if apart { (apart_at, second) } else { (second, second + high_bytes) };
-                    for (operands, at, bytes) in
-                        [(&operands[..2], group, low * PANEL), (&operands[2..], rest, low_bytes - low * PANEL)]
-                    {
-                        let plane_0 = &mut out[at..][..bytes];
-                        match low {
-                            8 => put_bytes(operands, plane_0),
-                            4 => put_nibbles(operands, plane_0),
-                            _ => put_pairs(operands, 0, plane_0),
-                        }
-                    }
-                    let plane_1 = &mut out[plane_1..][..high_bytes];
-                    match high {
-                        2 => put_pairs(operands, low, plane_1),
-                        1 => put_bits(operands, low, plane_1),
-                        _ => {}
+            for (b, block) in blocks.chunks_exact(bytes).enumerate() {
+                let groups = &mut groups[b * records..][..records];
+                let super_record = &mut out[layout.supers_at + tile * layout.super_record..];
+                put_scales(format, block, o, groups, &mut super_record[..layout.super_record]);
+            }
+        }
+        let blocks = tile * (TILE / BLOCK)..layout.blocks;
+        for (block, operands) in blocks.zip(operands.as_chunks::<{ BLOCK / 4 }>().0) {
+            let at = layout.lines_at(block);
+            // Groups of several blocks have one plane, which goes on as if there were no groups.
+            let columns = group.min(BLOCK);
+            let (low_bytes, high_bytes) = (low * PANEL * columns / 8, high * PANEL * columns / 8);
+            for (g, operands) in operands.chunks_exact(columns / 4).enumerate() {
+                let [group, apart_at] = [0, 1].map(|i| at[i] + g * layout.lines[i] * columns / BLOCK);
+                let second = group + low * PANEL;
+                let (plane_1, rest) = if apart { (apart_at, second) } else { (second, second + high_bytes) };
+                for (operands, at, bytes) in
+                    [(&operands[..2], group, low * PANEL), (&operands[2..], rest, low_bytes - low * PANEL)]
+                {
+                    let plane_0 = &mut out[at..][..bytes];
+                    match low {
+                        8 => put_bytes(operands, plane_0),
+                        4 => put_nibbles(operands, plane_0),
+                        _ => put_pairs(operands, 0, plane_0),
                     }
                 }
-            }
-            for (g, record) in groups[..TILE / group * layout.record].chunks_exact(layout.record).enumerate() {
-                let g = tile * (TILE / group) + g;
-                if g * group < layout.blocks * BLOCK {
-                    out[layout.record_at(g)..][..layout.record].copy_from_slice(record);
+                let plane_1 = &mut out[plane_1..][..high_bytes];
+                match high {
+                    2 => put_pairs(operands, low, plane_1),
+                    1 => put_bits(operands, low, plane_1),
+                    _ => {}
                 }
+            }
+        }
+        for (g, record) in groups[..TILE / group * layout.record].chunks_exact(layout.record).enumerate() {
+            let g = tile * (TILE / group) + g;
+            if g * group < layout.blocks * BLOCK {
+                out[layout.record_at(g)..][..layout.record].copy_from_slice(record);
             }
         }
     }
@@ -566,9 +589,9 @@ mod tests {
             };
             let supers = (self.layout.super_record * self.layout.blocks.div_ceil(2)).next_multiple_of(64);
             let (group, bits) = (self.group_cols(), low + high);
-            let (front, within) = match bits {
-                4 | 8 => (supers, BLOCK / group * self.layout.record),
-                _ => (
+            let (front, within) = match self.is_apart() || group > BLOCK {
+                false => (supers, BLOCK / group * self.layout.record),
+                true => (
                     supers
                         + (self.layout.record * (self.layout.blocks * BLOCK).div_ceil(self.group_cols()))
                             .next_multiple_of(64),
@@ -590,7 +613,7 @@ mod tests {
         /// Whether plane 1 is behind all blocks.
         fn is_apart(&self) -> bool {
             use Format::*;
-            matches!(self.format, Q3K | Q6K | Iq1S | Iq1M | Iq2Xxs | Iq2Xs | Iq2S)
+            matches!(self.format, Q3K | Iq1S | Iq1M | Iq2Xxs | Iq2Xs | Iq2S)
         }
 
         fn group_cols(&self) -> usize {
@@ -670,8 +693,20 @@ mod tests {
         let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
         let layout = packed_layout(format, cols);
         let (bytes, want) = (packed(matrix), as_packed(matrix));
-        for (p, panel) in bytes.chunks_exact(layout.panel_bytes).enumerate() {
-            let reader = Reader { format, layout, panel };
+        let panels = rows.div_ceil(PANEL);
+        for p in 0..panels {
+            // Its lines among those of its bundle.
+            let bundle = if matches!(format, Format::Q2K | Format::Tq1_0 | Format::Tq2_0)
+                || matches!(format, Format::Q5_0 | Format::Q5_1 | Format::Q5K | Format::Q6K)
+            {
+                (panels - p / 2 * 2).min(2)
+            } else {
+                1
+            };
+            let start = (p - p % bundle.max(1)) * layout.panel_bytes + p % bundle * LINE;
+            let lines = bytes[start..].chunks(bundle * LINE).map(|lines| &lines[..LINE]);
+            let panel: Vec<u8> = lines.take(layout.panel_bytes / LINE).flatten().copied().collect();
+            let reader = Reader { format, layout, panel: &panel };
             for o in 0..PANEL {
                 let row = p * PANEL + o;
                 let there = if row < rows { cols } else { 0 };
@@ -735,7 +770,7 @@ mod tests {
             (Format::Q5_0, &[(256 + 1280 + 64 + 2 * 16 + 6, 1 << 3), (256 + 1280 + 64 + 2 * 64 + 54, 0xf0)]),
             (Format::Tq2_0, &[(64 + 512 + 2 * 32 + 22, 0xc0)]),
             (Format::Q3K, &[(320 + 512 + 2 * 32 + 22, 0xc0), (320 + 1024 + 256 + 2 * 16 + 6, 1 << 1)]),
-            (Format::Q6K, &[(320 + 1024 + 2 * 64 + 54, 0xf0), (320 + 2048 + 512 + 2 * 32 + 22, 0xc0)]),
+            (Format::Q6K, &[(64 + 1664 + 128 + 192 + 54, 0xf0), (64 + 1664 + 128 + 192 + 64 + 22, 0xc0)]),
         ];
         for (format, want) in places {
             let (cols, bytes) = ggml::block(format).unwrap();

@@ -6,10 +6,13 @@ use kt_avx512::engine::{Bytes, Codes, Isa, LINE, Lines, Nibbles, PANEL, Scale};
 use kt_core::format::float::f16_to_f32;
 use kt_core::format::ggml::IQ4_VALUES;
 
-/// Defines codes that are unpacked without a table: the bytes of a step in each plane, whether plane 1 lies apart, and columns whose narrow sums
-/// fit.
+/// Defines codes that are unpacked without a table: the bytes of a step in each plane, whether plane 1 lies apart, how many panels take turns with
+/// their lines, and columns whose narrow sums fit.
 macro_rules! codes {
-    ($(#[$doc:meta])* $name:ident, $planes:expr, apart: $apart:literal, $span:literal, |$isa:ident, $at:ident| $operands:expr) => {
+    (
+        $(#[$doc:meta])* $name:ident, $planes:expr, apart: $apart:literal, bundle: $bundle:expr, $span:literal,
+        |$isa:ident, $at:ident| $operands:expr
+    ) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
         pub struct $name;
@@ -18,6 +21,7 @@ macro_rules! codes {
             const OPERANDS: usize = 2;
             const PLANES: [usize; 2] = $planes;
             const APART: bool = $apart;
+            const BUNDLE: usize = $bundle;
             type Table<I: Isa> = ();
             #[inline(always)]
             fn table<I: Isa>(_: I) {}
@@ -37,24 +41,23 @@ macro_rules! codes {
 
 codes!(
     /// Two bits: 8 x 2 x 3 x 127 < 2^15.
-    TwoBits, [32, 0], apart: false, 32, |isa, at| isa.load_bit_pairs(at[0])
+    TwoBits, [32, 0], apart: false, bundle: 2, 32, |isa, at| isa.load_bit_pairs(at[0])
 );
 codes!(
     /// Two bits and a third: 8 x 2 x 7 x 127 < 2^15.
-    ThreeBits, [32, 16], apart: true, 32, |isa, at| {
+    ThreeBits, [32, 16], apart: true, bundle: 1, 32, |isa, at| {
         isa.with_bits::<2>(isa.load_bit_pairs(at[0]), at[1])
     }
 );
 codes!(
-    /// Four bits and a fifth: 4 x 2 x 31 x 127 < 2^15. Their planes together measured faster with 512 bits and slower with 256, those of six
-    /// bits slower, those of three no different.
-    FiveBits, [LINE, 16], apart: false, 16, |isa, at| {
+    /// Four bits and a fifth: 4 x 2 x 31 x 127 < 2^15.
+    FiveBits, [LINE, 16], apart: false, bundle: 2, 16, |isa, at| {
         isa.with_bits::<4>(Nibbles::operands(isa, (), at), at[1])
     }
 );
 codes!(
     /// Four bits and two: 2 x 2 x 63 x 127 < 2^15.
-    SixBits, [LINE, 32], apart: true, 8, |isa, at| isa.with_bit_pairs(Nibbles::operands(isa, (), at), at[1])
+    SixBits, [LINE, 32], apart: false, bundle: 2, 8, |isa, at| isa.with_bit_pairs(Nibbles::operands(isa, (), at), at[1])
 );
 
 /// What codes of IQ1 stand for: eight times a coordinate, and one more or less.

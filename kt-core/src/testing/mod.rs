@@ -19,11 +19,14 @@ use std::sync::Arc;
 use crate::activation::Activation;
 use crate::backend::{Backend, ExpertBank, Fit, LoadContext, Progress};
 use crate::cpu::input::InputLayout;
+use crate::cpu::kernel::Kernel;
+use crate::cpu::memory::AlignedBytes;
 use crate::cpu::team::Team;
 use crate::cpu::tier::Tier;
 use crate::cpu::topology::Topology;
 use crate::error::Unsupported;
 use crate::format::{ALL, Format};
+use crate::layer::Proj;
 use crate::scheduler::{self, Home};
 use crate::source::WeightSource;
 use crate::source::synthetic::{SyntheticBuilder, SyntheticSource};
@@ -218,6 +221,40 @@ impl Case<'_> {
             }
         }
     }
+}
+
+/// Checks that matrices cut at any multiple of [`Kernel::PANEL`] are packed as they are when whole: nodes hold such pieces, and the packed cache puts them
+/// together and divides them anew.
+///
+/// # Panics
+/// When a format is packed in another way.
+pub fn pieces_pack_as_the_whole<K: Kernel>(kernel: K) {
+    let cols = 512;
+    let mut packed = 0;
+    for format in ALL {
+        // A last piece that is no whole panel, where the format has such shapes.
+        let odd = 4 * K::PANEL + 24;
+        let rows = if format.row_bytes(odd).is_ok() { odd } else { cols };
+        if kernel.accepts(format, rows, cols).is_err() {
+            continue;
+        }
+        let Some(size) = kernel.packed_bytes(format, rows, cols) else { continue };
+        let source = SyntheticSource::builder().hidden(cols).intermediate(rows).format(format).build();
+        let matrix = source.and_then(|s| s.matrix(0, 0, Proj::Gate)).expect("a shape that every format can have");
+        let of = |rows: std::ops::Range<usize>| {
+            let bytes = kernel.packed_bytes(format, rows.len(), cols).expect("the format is packed");
+            let mut out = AlignedBytes::default();
+            kernel.pack(&matrix, rows, out.get(bytes));
+            out.read(bytes).to_vec()
+        };
+        let whole = of(0..rows);
+        assert_eq!(whole.len(), size, "{format}");
+        for at in (K::PANEL..rows.min(5 * K::PANEL)).step_by(K::PANEL) {
+            assert!([of(0..at), of(at..rows)].concat() == whole, "{format}, cut at output {at} of {rows}");
+        }
+        packed += 1;
+    }
+    assert!(packed > 0, "the kernel packs no format");
 }
 
 /// mean |difference| / mean |reference|; 0 for empty outputs, infinite when a zero reference is missed.
