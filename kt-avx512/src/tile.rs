@@ -194,6 +194,7 @@ impl Tile<'_> {
 
     /// Asks for the scales in front of what follows a single stream, when block `block` of it is due at which the next lines to be asked for are those
     /// behind them: what is asked for in the order of addresses is there in time, and a gap of six lines and more made all that follows late.
+    /// To the second level: they are read until the end of the panels, and lines that went past it are not in the first for long.
     #[inline(always)]
     fn ask_next_front<const P: usize>(&self, block: usize, block_bytes: [usize; 2]) {
         if !self.is_stream::<P>() || block + self.blocks_ahead::<P>(block_bytes).min(self.blocks) != self.blocks {
@@ -201,7 +202,7 @@ impl Tile<'_> {
         }
         for line in (0..self.front).step_by(LINE) {
             for p in 0..P {
-                self.ahead.ask(self.panel_at(p, line).wrapping_add(self.following()));
+                prefetch_later(self.panel_at(p, line).wrapping_add(self.following()));
             }
         }
     }
