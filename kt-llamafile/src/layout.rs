@@ -696,10 +696,14 @@ mod tests {
         let panels = rows.div_ceil(PANEL);
         for p in 0..panels {
             // Its lines among those of its bundle.
-            use Format::*;
-            let of_two = matches!(format, Q2K | Tq1_0 | Tq2_0 | Q5_0 | Q5_1 | Q5K | Q6K);
-            let bundle = if of_two { (panels - p / 2 * 2).min(2) } else { 1 };
-            let start = (p - p % bundle) * layout.panel_bytes + p % bundle * LINE;
+            let bundle = if matches!(format, Format::Q2K | Format::Tq1_0 | Format::Tq2_0)
+                || matches!(format, Format::Q5_0 | Format::Q5_1 | Format::Q5K | Format::Q6K)
+            {
+                (panels - p / 2 * 2).min(2)
+            } else {
+                1
+            };
+            let start = (p - p % bundle.max(1)) * layout.panel_bytes + p % bundle * LINE;
             let lines = bytes[start..].chunks(bundle * LINE).map(|lines| &lines[..LINE]);
             let panel: Vec<u8> = lines.take(layout.panel_bytes / LINE).flatten().copied().collect();
             let reader = Reader { format, layout, panel: &panel };
