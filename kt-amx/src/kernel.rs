@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use kt_avx512::Avx;
-use kt_avx512::engine::Product;
+use kt_avx512::engine::{Ports, Product};
 use kt_core::activation::Activation;
 use kt_core::cpu::CpuBackend;
 use kt_core::cpu::input::{InputLayout, Inputs};
@@ -39,7 +39,7 @@ impl Amx {
     }
 
     pub(crate) fn with_unit(unit: Unit) -> Result<Self, Unsupported> {
-        let avx = Avx::detect(Tier::Avx512Bf16)?;
+        let avx = Avx::detect(Tier::Avx512Bf16)?.with_ports(Ports::Own);
         if avx.tier() != Tier::Avx512Bf16 {
             return Err(Unsupported::new(format!(
                 "this CPU has AMX and lacks what its kernels use besides: {}",

@@ -20,6 +20,7 @@ use std::arch::x86_64::{_MM_HINT_NTA, _MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
 use std::cell::Cell;
 use std::sync::LazyLock;
 
+use crate::isa::Ports;
 use crate::layout::LINE;
 
 /// CPUs that want other hints than the rest.
@@ -38,6 +39,11 @@ static CPU: LazyLock<Cpu> = LazyLock::new(|| match vendor_and_family() {
     (vendor, _) if &vendor == INTEL => Cpu::Intel,
     _ => Cpu::Other,
 });
+
+/// What vector operations beside products cost on this CPU.
+pub(crate) fn ports() -> Ports {
+    if *CPU == Cpu::Intel { Ports::Shared } else { Ports::Own }
+}
 
 const AMD: &[u8; 12] = b"AuthenticAMD";
 const INTEL: &[u8; 12] = b"GenuineIntel";

@@ -16,12 +16,22 @@ use kt_core::format::fp8::E4M3;
 use crate::tiled::TileProduct;
 
 pub(crate) use ymm::{Avx2, AvxVnni};
-pub(crate) use zmm::{Bf16, Plain, Tiled, Vnni};
+pub(crate) use zmm::{Bf16, Plain, Tiled, Vbmi, Vnni};
 
 /// Work that is to be compiled for an instruction set.
 pub trait Job {
     /// Does it. For [`Isa::run`], implementations are `#[inline(always)]`: else they would be compiled without the instructions.
     fn go<I: Isa>(self, isa: I);
+}
+
+/// What vector operations beside products cost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ports {
+    /// Often nothing: there are ports for them that have no products.
+    Own,
+    /// As much as products do, on whose ports they are: all 512-bit operations of Intel's CPUs are on two ports. And `vdpbf16ps`, without a tile
+    /// unit, is half as fast there as F32's products are.
+    Shared,
 }
 
 /// What a bit per column does to codes, which are 128 more than what they stand for.
@@ -94,6 +104,11 @@ pub unsafe trait Isa: Copy {
     fn for_bf16(self) -> Self::ForBf16;
     /// See [`Isa::ForF32`].
     fn for_f32(self) -> Self::ForF32;
+    /// See [`Ports`].
+    #[inline(always)]
+    fn ports(self) -> Ports {
+        Ports::Own
+    }
     /// Most rows that stream, 8 or 6 at most; more go over cached lines.
     #[inline(always)]
     fn stream_rows(self) -> usize {
@@ -513,15 +528,15 @@ macro_rules! token {
     ($(#[$doc:meta])* $name:ident, $tier:literal) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
-        pub(crate) struct $name(());
+        pub(crate) struct $name($crate::isa::Ports);
         impl $name {
             #[doc = concat!("A value for a CPU with the instructions of tier `", $tier, "`.")]
             ///
             /// # Safety
             /// The CPU must have them.
             #[inline(always)]
-            pub(crate) unsafe fn new() -> Self {
-                Self(())
+            pub(crate) unsafe fn new(ports: $crate::isa::Ports) -> Self {
+                Self(ports)
             }
         }
     };
@@ -580,23 +595,28 @@ macro_rules! same_code {
         type ForF32 = $f32;
 
         #[inline(always)]
+        fn ports(self) -> $crate::isa::Ports {
+            self.0
+        }
+
+        #[inline(always)]
         fn for_int8(self) -> $int8 {
-            $int8(())
+            $int8(self.0)
         }
 
         #[inline(always)]
         fn for_lookups(self) -> $lookups {
-            $lookups(())
+            $lookups(self.0)
         }
 
         #[inline(always)]
         fn for_bf16(self) -> $bf16 {
-            $bf16(())
+            $bf16(self.0)
         }
 
         #[inline(always)]
         fn for_f32(self) -> $f32 {
-            $f32(())
+            $f32(self.0)
         }
     };
 }

@@ -11,8 +11,9 @@ use kt_core::cpu::tier::Tier;
 use kt_core::format::mx;
 use kt_core::{Format, Group, Matrix, Unsupported};
 
+use crate::ahead;
 use crate::inputs::PackInput;
-use crate::isa::{self, Isa, Job};
+use crate::isa::{self, Isa, Job, Ports};
 use crate::layout::{self, BUNDLE, CHUNK, Layout, PANEL};
 use crate::lines::E2M1_ZERO;
 use crate::product::Product;
@@ -20,9 +21,10 @@ use crate::tiled::TileUnit;
 
 /// The best of this CPU's AVX tiers, `avx2` to `avx512bf16`. A value proves that the instructions exist. Weights are packed the same
 /// for all of them.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Avx {
     tier: Tier,
+    ports: Ports,
 }
 
 impl Avx {
@@ -39,7 +41,7 @@ impl Avx {
             return Err(Unsupported::new(format!("this CPU has no {}", missing.join(", "))));
         }
         // AMX is above but none of this kernel's.
-        Ok(Avx { tier: Tier::detect(cap.min(Tier::Avx512Bf16)) })
+        Ok(Avx { tier: Tier::detect(cap.min(Tier::Avx512Bf16)), ports: ahead::ports() })
     }
 
     /// Does a job for this CPU: the only place where tiers are told apart at run time.
@@ -47,20 +49,32 @@ impl Avx {
     pub fn run(self, job: impl Job) {
         match self.tier {
             // SAFETY: `detect` saw the instructions of `self.tier`.
-            Tier::Avx512Bf16 => job.go(unsafe { isa::Bf16::new() }),
+            Tier::Avx512Bf16 if self.multiplies_bf16() => job.go(unsafe { isa::Bf16::new(self.ports) }),
             // SAFETY: as above.
-            Tier::Avx512Vnni => job.go(unsafe { isa::Vnni::new() }),
+            Tier::Avx512Bf16 => job.go(unsafe { isa::Vbmi::new(self.ports) }),
             // SAFETY: as above.
-            Tier::Avx512 => job.go(unsafe { isa::Plain::new() }),
+            Tier::Avx512Vnni => job.go(unsafe { isa::Vnni::new(self.ports) }),
             // SAFETY: as above.
-            Tier::AvxVnni => job.go(unsafe { isa::AvxVnni::new() }),
+            Tier::Avx512 => job.go(unsafe { isa::Plain::new(self.ports) }),
+            // SAFETY: as above.
+            Tier::AvxVnni => job.go(unsafe { isa::AvxVnni::new(self.ports) }),
             // SAFETY: `detect` saw AVX2 and gives no tier below.
-            _ => job.go(unsafe { isa::Avx2::new() }),
+            _ => job.go(unsafe { isa::Avx2::new(self.ports) }),
         }
     }
 }
 
 impl Avx {
+    /// Whether BF16 weights meet BF16 inputs: where the CPU has instructions for that which are not slower than F32's.
+    fn multiplies_bf16(self) -> bool {
+        self.tier == Tier::Avx512Bf16 && self.ports == Ports::Own
+    }
+
+    /// The same as on a CPU that has such ports. Beside a tile unit, [`Ports::Own`]: few rows then have BF16 inputs, as many rows have.
+    pub fn with_ports(self, ports: Ports) -> Avx {
+        Avx { ports, ..self }
+    }
+
     /// Does a job with a tile unit for products of many rows; bf16 ones of up to `stream_rows` rows stream (8 at most), in the unit's order
     /// of additions.
     ///
@@ -84,7 +98,10 @@ macro_rules! how {
     };
     ($kernel:ident, bf16, $packed:literal) => {
         match $kernel.tier {
-            Tier::Avx512Bf16 => concat!("vdpbf16ps, ", $packed),
+            Tier::Avx512Bf16 if $kernel.multiplies_bf16() => concat!("vdpbf16ps, ", $packed),
+            Tier::Avx512Bf16 => {
+                concat!("F32 products of widened weights, on this CPU twice as fast as vdpbf16ps, ", $packed)
+            }
             _ => concat!("F32 products of widened weights, ", $packed),
         }
     };
@@ -103,7 +120,7 @@ impl Kernel for Avx {
         let int8 = |group: usize, times: i32, how| Ok((InputLayout::Int8 { group, sums: Sums::Times(times) }, how));
         // Codes of 8 bits: without VNNI, products subtract the zero point themselves; see `Isa::WIDE_OFFSET`.
         let wide = if matches!(self.tier, Tier::Avx2 | Tier::Avx512) { 0 } else { -128 };
-        let bf16 = if self.tier == Tier::Avx512Bf16 { InputLayout::Bf16 } else { InputLayout::F32 };
+        let bf16 = if self.multiplies_bf16() { InputLayout::Bf16 } else { InputLayout::F32 };
         match format {
             Format::F32 => Ok((InputLayout::F32, "F32 products, packed 16 x 1")),
             Format::F16 => Ok((InputLayout::F32, "F32 products of widened weights, packed 2 x 16")),

@@ -51,7 +51,7 @@ pub use kernel::Avx;
 #[cfg(target_arch = "x86_64")]
 pub mod engine {
     pub use crate::blocks::{Blocks, Row};
-    pub use crate::isa::{Bits, Grid, Isa, Job};
+    pub use crate::isa::{Bits, Grid, Isa, Job, Ports};
     pub use crate::layout::{BUNDLE, LINE, Layout, PANEL, PanelAt, Parts, SUPER, spread};
     pub use crate::lines::{Bytes, Codes, E2M1_ZERO, E2m1, Lines, Nibbles, Scale};
     pub use crate::product::{Ints, Path, Product};

@@ -456,8 +456,8 @@ impl<L: Lines, const COLUMNS: usize> Steps<L, COLUMNS> {
     }
 }
 
-/// Unpacks the lines of a block, which has its planes by `COLUMNS` columns.
-pub(crate) struct Unpack<'a, L, const COLUMNS: usize> {
+/// Unpacks the lines of a block, which has its planes by `COLUMNS` columns. `WIDEN`: each operand of BF16 becomes two lines of F32.
+pub(crate) struct Unpack<'a, L, const COLUMNS: usize, const WIDEN: bool> {
     /// Its lines, and those of them that lie apart.
     pub from: [&'a [u8]; 2],
     /// Bytes from a line to the next one.
@@ -466,12 +466,13 @@ pub(crate) struct Unpack<'a, L, const COLUMNS: usize> {
     pub lines: std::marker::PhantomData<L>,
 }
 
-impl<L: Lines, const COLUMNS: usize> Job for Unpack<'_, L, COLUMNS> {
+impl<L: Lines, const COLUMNS: usize, const WIDEN: bool> Job for Unpack<'_, L, COLUMNS, WIDEN> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
         let table = L::table(isa);
         let steps = Steps::<L, COLUMNS>::COUNT;
-        let groups = self.to.chunks_exact_mut(steps * L::OPERANDS * LINE);
+        let lines = if WIDEN { 2 } else { 1 };
+        let groups = self.to.chunks_exact_mut(steps * L::OPERANDS * lines * LINE);
         for (from, bytes) in self.from.iter().zip(Steps::<L, COLUMNS>::STEP) {
             let bytes = groups.len() * steps * bytes;
             assert!(bytes == 0 || from.len() > Steps::<L, COLUMNS>::spread(bytes - 1, self.line_step));
@@ -479,12 +480,15 @@ impl<L: Lines, const COLUMNS: usize> Job for Unpack<'_, L, COLUMNS> {
         let from = self.from.map(<[u8]>::as_ptr);
         for (group, to) in groups.enumerate() {
             let from = Steps::<L, COLUMNS>::after(from, group, self.line_step);
-            for (step, to) in to.chunks_exact_mut(L::OPERANDS * LINE).enumerate() {
+            for (step, to) in to.chunks_exact_mut(L::OPERANDS * lines * LINE).enumerate() {
                 // SAFETY: the bytes of a step in both planes: there are those of all groups, as said above.
                 let operands = unsafe { L::operands(isa, table, Steps::<L, COLUMNS>::at(from, step, self.line_step)) };
-                for (to, v) in to.chunks_exact_mut(LINE).zip(operands) {
-                    // SAFETY: `to` is a line.
-                    unsafe { isa.store(to.as_mut_ptr(), v) };
+                for (to, v) in to.chunks_exact_mut(lines * LINE).zip(operands) {
+                    let widened = [isa.up::<16>(v), isa.and(v, isa.splat(!0xffff))];
+                    for (to, v) in to.chunks_exact_mut(LINE).zip(if WIDEN { widened } else { [v; 2] }) {
+                        // SAFETY: `to` is a line.
+                        unsafe { isa.store(to.as_mut_ptr(), v) };
+                    }
                 }
             }
         }

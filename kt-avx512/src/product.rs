@@ -14,7 +14,7 @@ use kt_core::{Format, Group};
 
 use crate::ahead::{Ahead, Later, Level};
 use crate::blocks::{ASK, Blocks, Decode, Direct, Row};
-use crate::isa::{Isa, Job};
+use crate::isa::{Isa, Job, Ports};
 use crate::layout::{CHUNK, LINE, Layout, PANEL, PanelAt, SUPER, spread};
 use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
@@ -38,8 +38,6 @@ const AT_ONCE: usize = 8 << 10;
 pub trait Path<I: Isa> {
     /// How its lines are stored.
     type Lines: Lines;
-    /// Rows of the largest tile over cached lines: as many as keep sums (and totals, where scales come in between) in registers.
-    const ROWS: usize;
     /// Whether products are those of integers.
     const INTEGERS: bool;
     /// Whether lines are operands.
@@ -51,8 +49,12 @@ pub trait Path<I: Isa> {
     const ONE_STREAM: usize;
     /// Blocks that K is cut into multiples of.
     const SCALED_BLOCKS: usize;
+    /// Lines that an operand becomes where lines are unpacked.
+    const WIDENED: usize;
+    /// Rows of the largest tile over cached lines: as many as keep sums (and totals, where scales come in between) in registers.
+    fn rows(isa: I) -> usize;
     /// Whether many rows pass over lines that were unpacked for them.
-    const UNPACKED: bool;
+    fn unpacked(isa: I) -> bool;
     /// Unpacks the lines of a block, which are so many bytes apart, and those of it that lie apart.
     fn unpack(isa: I, from: [&[u8]; 2], line_step: usize, to: &mut [u8]);
     /// Runs a tile of `r` rows x `p` panels on lines as stored.
@@ -131,6 +133,12 @@ fn stream_panels<I: Isa, K: Path<I>>(rows: usize, layout: &Layout) -> usize {
     }
 }
 
+/// Whether tiles of integers over cached lines have a row more, and nibbles are unpacked for them, too: where what is not a product takes the place of
+/// one, and products take five cycles, so that twelve sums are too few for two a cycle.
+fn taller<I: Isa>(isa: I) -> bool {
+    I::LARGE && I::VNNI && !I::TILES && isa.ports() == Ports::Shared
+}
+
 /// How many tiles pass over cached lines, with rows that differ by one at most, and `most` of them at best: such that have too few rows are not
 /// compiled, rather are there some more in others.
 fn tiles<I: Isa>(rows: usize, most: usize) -> usize {
@@ -140,25 +148,36 @@ fn tiles<I: Isa>(rows: usize, most: usize) -> usize {
 
 impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for Ints<L, S, XG, WG> {
     type Lines = L;
-    const ROWS: usize = if I::TILES {
-        2 * TILE_ROWS
-    } else if S::WORDS > 0 {
-        5
-    } else if !I::LARGE && L::SPAN == 0 && size_of::<I::Wide>() > LINE {
-        // Magnitudes and signs of codes, two of the 16 registers each.
-        4
-    } else {
-        6
-    };
     const INTEGERS: bool = true;
     const LIGHT: bool = L::OPERANDS == 1;
     const STREAMS: bool = !I::TILES;
     const ONE_STREAM: usize = one_stream::<L, S, XG, WG>();
     const SCALED_BLOCKS: usize = scaled_blocks::<S>();
-    const UNPACKED: bool = L::OPERANDS > 1 && !(L::NIBBLES && I::LARGE && !I::TILES);
+    const WIDENED: usize = 1;
+
+    fn rows(isa: I) -> usize {
+        if I::TILES {
+            2 * TILE_ROWS
+        } else if S::WORDS > 0 {
+            5
+        } else if !I::LARGE && L::SPAN == 0 && size_of::<I::Wide>() > LINE {
+            // Magnitudes and signs of codes, two of the 16 registers each.
+            4
+        } else if taller::<I>(isa) {
+            // As many products as that are on their way at once, and as many sums and totals go with two lines and an input into 32 registers.
+            7
+        } else {
+            6
+        }
+    }
+
+    fn unpacked(isa: I) -> bool {
+        let beside_products = L::NIBBLES && I::LARGE && !I::TILES && !taller::<I>(isa);
+        L::OPERANDS > 1 && !beside_products
+    }
 
     fn unpack(isa: I, from: [&[u8]; 2], line_step: usize, to: &mut [u8]) {
-        isa.run(Unpack::<L, XG> { from, line_step, to, lines: PhantomData });
+        isa.run(Unpack::<L, XG, false> { from, line_step, to, lines: PhantomData });
     }
 
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
@@ -180,6 +199,24 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
             tiled::cached(isa, (r, p), tile, spans, |r, p, tile| {
                 summed_shapes!(r, p, isa.run(IntTile::<Summed, S, XG, WG, false, R, P> { tile, kind: PhantomData }))
             });
+        } else if const { I::LARGE && I::VNNI } && (!L::NIBBLES || taller::<I>(isa)) {
+            // All codes are alike to VNNI.
+            let kind = PhantomData;
+            if const { S::WORDS > 0 } {
+                shapes!(
+                    r,
+                    p,
+                    [4 x 2, 5 x 2, 6 x 2, 4 x 1, 5 x 1, 6 x 1],
+                    isa.run(IntTile::<Bytes<0>, S, XG, WG, false, R, P> { tile, kind })
+                )
+            } else {
+                shapes!(
+                    r,
+                    p,
+                    [4 x 2, 5 x 2, 6 x 2, 7 x 2, 4 x 1, 5 x 1, 6 x 1, 7 x 1],
+                    isa.run(IntTile::<Bytes<0>, S, XG, WG, false, R, P> { tile, kind })
+                )
+            }
         } else if const { I::LARGE } {
             shapes!(
                 r,
@@ -204,26 +241,37 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
 
 impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     type Lines = L;
-    // Inputs in F32 take more registers. Totals beside the sums, where scales come in between, may lie in memory.
-    const ROWS: usize = if I::TILES && L::BF16 {
-        2 * TILE_ROWS
-    } else if !I::LARGE {
-        // One more, and sums of BF16 weights, which are widened, go to memory and back with every line.
-        if L::BF16 { 5 } else { 6 }
-    } else if L::BF16 && I::INPUT_BYTES > 2 {
-        8
-    } else {
-        12
-    };
     const INTEGERS: bool = false;
     const LIGHT: bool = L::OPERANDS == 1;
     const STREAMS: bool = true;
     const ONE_STREAM: usize = 0;
     const SCALED_BLOCKS: usize = 1;
-    const UNPACKED: bool = L::OPERANDS > 1;
+    const WIDENED: usize = if L::BF16 && I::LARGE && I::INPUT_BYTES > 2 { 2 } else { 1 };
+
+    fn rows(_: I) -> usize {
+        // Totals beside the sums, where scales come in between, may lie in memory.
+        if I::TILES && L::BF16 {
+            2 * TILE_ROWS
+        } else if I::LARGE {
+            12
+        } else if L::BF16 {
+            // One more, and sums of BF16 weights, which are widened, go to memory and back with every line.
+            5
+        } else {
+            6
+        }
+    }
+
+    fn unpacked(_: I) -> bool {
+        L::OPERANDS * <Self as Path<I>>::WIDENED > 1
+    }
 
     fn unpack(isa: I, from: [&[u8]; 2], line_step: usize, to: &mut [u8]) {
-        isa.run(Unpack::<L, BLOCK> { from, line_step, to, lines: PhantomData });
+        if const { <Self as Path<I>>::WIDENED > 1 } {
+            isa.run(Unpack::<L, BLOCK, true> { from, line_step, to, lines: PhantomData });
+        } else {
+            isa.run(Unpack::<L, BLOCK, false> { from, line_step, to, lines: PhantomData });
+        }
     }
 
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
@@ -244,19 +292,16 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
             tiled::cached(isa, (r, p), tile, spans, |r, p, tile| {
                 summed_shapes!(r, p, isa.run(FloatTile::<Summed, SCALED, false, R, P> { tile, kind: PhantomData }))
             });
-        } else if const { <Self as Path<I>>::ROWS > 8 } {
-            shapes!(
-                r,
-                p,
-                [6 x 2, 7 x 2, 8 x 2, 9 x 2, 10 x 2, 11 x 2, 12 x 2, 6 x 1, 7 x 1, 8 x 1, 9 x 1, 10 x 1, 11 x 1, 12 x 1],
-                isa.run(FloatTile::<L::Unpacked, SCALED, false, R, P> { tile, kind: PhantomData })
-            )
         } else if const { I::LARGE } {
             shapes!(
                 r,
                 p,
-                [4 x 2, 5 x 2, 6 x 2, 7 x 2, 8 x 2, 4 x 1, 5 x 1, 6 x 1, 7 x 1, 8 x 1],
-                isa.run(FloatTile::<L::Unpacked, SCALED, false, R, P> { tile, kind: PhantomData })
+                [6 x 2, 7 x 2, 8 x 2, 9 x 2, 10 x 2, 11 x 2, 12 x 2, 6 x 1, 7 x 1, 8 x 1, 9 x 1, 10 x 1, 11 x 1, 12 x 1],
+                if const { <Self as Path<I>>::WIDENED > 1 } {
+                    isa.run(FloatTile::<F32Lines, SCALED, false, R, P> { tile, kind: PhantomData })
+                } else {
+                    isa.run(FloatTile::<L::Unpacked, SCALED, false, R, P> { tile, kind: PhantomData })
+                }
             )
         } else {
             shapes!(
@@ -337,7 +382,7 @@ impl Product<'_> {
         }
         let layout_of = |weights: &Weights| layout(weights.format(), weights.cols());
         let layout = layout_of(weights);
-        assert!(layout.bundle == K::Lines::BUNDLE && (layout.bundle == 1 || K::UNPACKED));
+        assert!(layout.bundle == K::Lines::BUNDLE && (layout.bundle == 1 || K::unpacked(isa)));
         let stride = layout.stride();
         let packed = weights.bytes();
         let (n, width) = (self.rows.len(), range.len());
@@ -428,10 +473,13 @@ impl Product<'_> {
             return;
         }
 
-        let unpack = K::UNPACKED;
+        let unpack = K::unpacked(isa);
         let most_panels = if I::LARGE { 2 } else { 1 };
         let operand_block = if unpack {
-            layout.lines.iter().sum::<usize>() / K::Lines::PLANES.iter().sum::<usize>() * K::Lines::OPERANDS * LINE
+            layout.lines.iter().sum::<usize>() / K::Lines::PLANES.iter().sum::<usize>()
+                * K::Lines::OPERANDS
+                * K::WIDENED
+                * LINE
         } else {
             layout.head / layout.unit + layout.lines[0] + layout.lines[1]
         };
@@ -443,7 +491,7 @@ impl Product<'_> {
         let sums = if I::TILES { SUMS_SIZE } else { 0 };
         let buffer = self.scratch.panel.get(sums + if unpack { most_panels * unpacked_stride } else { 0 });
         let (sums, buffer) = buffer.split_at_mut(sums);
-        let tiles = tiles::<I>(n, K::ROWS);
+        let tiles = tiles::<I>(n, K::rows(isa));
         // `larger` of one row more, then the others.
         let (rows, larger) = (n / tiles, n % tiles);
         // A unit that multiplies tiles has other ones.
@@ -548,7 +596,7 @@ impl Product<'_> {
         let stride = line_bytes + record_bytes;
         let sums = if I::TILES { SUMS_SIZE } else { 0 };
         let (sums, buffer) = self.scratch.panel.get(sums + most_panels * stride).split_at_mut(sums);
-        let tiles = if few { 1 } else { n.div_ceil(<Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::ROWS) };
+        let tiles = if few { 1 } else { n.div_ceil(<Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::rows(isa)) };
         let mut rows = [Row::EMPTY; PANEL];
         let (later, nothing) = (Later::default(), Later::default());
         let mut done = 0;
@@ -674,7 +722,7 @@ mod tests {
         for most in [5, 6] {
             check(tiles::<Vnni>, true, most, 4..7);
         }
-        check(tiles::<Vnni>, true, 8, 4..9);
+        check(tiles::<Vnni>, true, 7, 4..8);
         check(tiles::<Vnni>, true, 12, 6..13);
         for most in [4, 5, 6] {
             check(tiles::<Avx2>, false, most, 3..7);

@@ -10,6 +10,7 @@ use kt_core::testing::Random;
 use kt_core::{Format, Group, Matrix, ScaleType};
 
 use crate::Avx;
+use crate::isa::Ports;
 use crate::layout::{PACKED, PANEL, VERSION};
 
 const TIERS: [Tier; 5] = [Tier::Avx2, Tier::AvxVnni, Tier::Avx512, Tier::Avx512Vnni, Tier::Avx512Bf16];
@@ -27,15 +28,29 @@ fn formats() -> Vec<Format> {
 const SHAPES: [(usize, usize); 8] =
     [(16, 128), (17, 32), (96, 160), (704, 96), (33, 704), (48, 2880), (15, 1), (80, 254)];
 
-/// Kernels of the tiers of this CPU up to `KT_ISA`; says which are skipped.
+/// Kernels of the tiers of this CPU up to `KT_ISA`, where it matters both for CPUs with these ports and with the others; says which are skipped.
 fn kernels() -> Vec<Avx> {
     let tiers = kt_core::testing::tiers();
-    let kernels = TIERS.into_iter().filter(|t| tiers.contains(t)).map(|tier| {
+    let kernels = TIERS.into_iter().filter(|t| tiers.contains(t)).flat_map(|tier| {
         let kernel = Avx::detect(tier).expect("this CPU has the tier");
         assert_eq!(kernel.tier(), tier);
-        kernel
+        let all = [Ports::Own, Ports::Shared].map(|ports| kernel.with_ports(ports));
+        all.into_iter().take(if tier < Tier::Avx512Vnni { 1 } else { 2 })
     });
     kernels.collect()
+}
+
+#[test]
+fn bf16_instructions_are_used_where_they_are_worth_it() {
+    for kernel in kernels() {
+        let (layout, how) = kernel.accepts(Format::Fp8Block, 128, 128).expect("accepted");
+        let own = kernel.tier() == Tier::Avx512Bf16 && kernel == kernel.with_ports(Ports::Own);
+        assert_eq!(layout, if own { InputLayout::Bf16 } else { InputLayout::F32 }, "{kernel:?}");
+        let named = how.starts_with("vdpbf16ps");
+        assert_eq!(named, own, "{how}");
+        // Where a tier has them and they are left, it says so.
+        assert_eq!(how.contains("vdpbf16ps"), kernel.tier() == Tier::Avx512Bf16, "{how}");
+    }
 }
 
 /// A random matrix, with scales of type `kind` if the format has such; `None` if the format has no such shape.

@@ -20,9 +20,9 @@ use crate::lines::{
 /// Products of GGUF blocks, by the best instructions of this CPU. Holding a value proves that the CPU has them.
 #[derive(Debug, Clone, Copy)]
 pub struct Llamafile {
-    avx: Avx,
+    pub(crate) avx: Avx,
     /// Blocks of IQ1, IQ2 and IQ3 are used as the file has them: less memory, several times slower for few rows.
-    in_place: bool,
+    pub(crate) in_place: bool,
 }
 
 impl Llamafile {

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use kt_avx512::engine::Ports;
 use kt_core::cpu::input::{BLOCK, InputLayout, Inputs, pack_block};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
 use kt_core::cpu::memory::AlignedBytes;
@@ -30,11 +31,15 @@ fn shapes(format: Format) -> &'static [(usize, usize)] {
     }
 }
 
-/// The kernels of this CPU; says which tiers are left out.
+/// The kernels of this CPU, with VNNI of 512 bits both for CPUs with these ports and with the others; says which tiers are left out.
 fn kernels() -> Vec<Llamafile> {
     let mut kernels = Vec::new();
     for tier in [Tier::Avx2, Tier::AvxVnni, Tier::Avx512, Tier::Avx512Vnni] {
         match Llamafile::detect(tier) {
+            Ok(k) if k.tier() == tier && tier == Tier::Avx512Vnni => {
+                kernels
+                    .extend([Ports::Own, Ports::Shared].map(|ports| Llamafile { avx: k.avx.with_ports(ports), ..k }));
+            }
             Ok(k) if k.tier() == tier => kernels.push(k),
             _ => println!("skipped {tier}: this CPU lacks {}", tier.missing().join(", ")),
         }

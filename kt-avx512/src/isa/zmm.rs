@@ -22,6 +22,10 @@ token!(
     /// and BF16 and VBMI.
     Bf16, "avx512bf16"
 );
+token!(
+    /// The same where F32 products are faster than those of BF16.
+    Vbmi, "avx512bf16"
+);
 
 /// The first `n` of 16 lanes.
 #[inline(always)]
@@ -656,6 +660,16 @@ unsafe impl Isa for Bf16 {
     bf16_pairs!();
 }
 
+// SAFETY: `Vbmi::new` asks for the features that `run` enables.
+unsafe impl Isa for Vbmi {
+    run_with!("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,avx512vnni,avx512bf16,avx512vbmi");
+    same_code!(int8: Vnni, lookups: Bf16, bf16: Plain, f32: Plain);
+    common!();
+    bytes_by_vnni!();
+    lookups_by_vbmi!();
+    widened_bf16!();
+}
+
 /// AVX-512 with BF16, and a tile unit for products of many rows. A value proves both.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tiled<U> {
@@ -708,7 +722,7 @@ unsafe impl<U: TileUnit> Isa for Tiled<U> {
 
     #[inline(always)]
     fn for_f32(self) -> Plain {
-        Plain(())
+        Plain(super::Ports::Shared)
     }
 
     #[inline(always)]
