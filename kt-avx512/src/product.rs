@@ -51,16 +51,16 @@ pub trait Path<I: Isa> {
     const SCALED_BLOCKS: usize;
     /// Lines that an operand becomes where lines are unpacked.
     const WIDENED: usize;
-    /// Rows of the largest tile over cached lines: as many as keep sums (and totals, where scales come in between) in registers.
-    fn rows(isa: I) -> usize;
-    /// Whether many rows pass over lines that were unpacked for them.
-    fn unpacked(isa: I) -> bool;
+    /// Rows of the largest tile over cached lines, of so many rows in all: as many as keep sums (and totals, where scales come in between) in registers.
+    fn rows(isa: I, rows: usize) -> usize;
+    /// Whether that many rows pass over lines that were unpacked for them, if they do not stream.
+    fn unpacked(isa: I, rows: usize) -> bool;
     /// Unpacks the lines of a block, which are so many bytes apart, and those of it that lie apart.
     fn unpack(isa: I, from: [&[u8]; 2], line_step: usize, to: &mut [u8]);
     /// Runs a tile of `r` rows x `p` panels on lines as stored.
     fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>);
-    /// Runs a tile of `r` rows x `p` panels on unpacked lines.
-    fn cached(isa: I, r: usize, p: usize, tile: Tile<'_>);
+    /// Runs a tile of `r` rows x `p` panels on lines in the cache, which were unpacked or are operands, or not.
+    fn cached(isa: I, r: usize, p: usize, unpacked: bool, tile: Tile<'_>);
 }
 
 /// Unsigned codes `L` x signed inputs with a scale per `XG` columns. Weights have scales `S` per `WG` columns or several times as many, or
@@ -139,6 +139,9 @@ fn taller<I: Isa>(isa: I) -> bool {
     I::LARGE && I::VNNI && !I::TILES && isa.ports() == Ports::Shared
 }
 
+/// From how many rows on nibbles are unpacked for [taller] tiles: what is unpacked comes from farther away, with no products beside it.
+const UNPACKED_NIBBLES: usize = 48;
+
 /// How many tiles pass over cached lines, with rows that differ by one at most, and `most` of them at best: such that have too few rows are not
 /// compiled, rather are there some more in others.
 fn tiles<I: Isa>(rows: usize, most: usize) -> usize {
@@ -155,7 +158,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const SCALED_BLOCKS: usize = scaled_blocks::<S>();
     const WIDENED: usize = 1;
 
-    fn rows(isa: I) -> usize {
+    fn rows(isa: I, rows: usize) -> usize {
         if I::TILES {
             2 * TILE_ROWS
         } else if S::WORDS > 0 {
@@ -163,16 +166,17 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         } else if !I::LARGE && L::SPAN == 0 && size_of::<I::Wide>() > LINE {
             // Magnitudes and signs of codes, two of the 16 registers each.
             4
-        } else if taller::<I>(isa) {
-            // As many products as that are on their way at once, and as many sums and totals go with two lines and an input into 32 registers.
+        } else if taller::<I>(isa) && WG <= XG && (L::OPERANDS == 1 || <Self as Path<I>>::unpacked(isa, rows)) {
+            // As many sums and totals go with two lines and an input into 32 registers, unless sums of several groups come in between.
             7
         } else {
             6
         }
     }
 
-    fn unpacked(isa: I) -> bool {
-        let beside_products = L::NIBBLES && I::LARGE && !I::TILES && !taller::<I>(isa);
+    fn unpacked(isa: I, rows: usize) -> bool {
+        let enough = rows >= UNPACKED_NIBBLES && taller::<I>(isa);
+        let beside_products = L::NIBBLES && I::LARGE && !I::TILES && !enough;
         L::OPERANDS > 1 && !beside_products
     }
 
@@ -193,13 +197,13 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         }
     }
 
-    fn cached(isa: I, r: usize, p: usize, tile: Tile<'_>) {
+    fn cached(isa: I, r: usize, p: usize, unpacked: bool, tile: Tile<'_>) {
         if const { I::TILES } {
             let spans = Spans { bf16: false, columns: Some(XG), record: S::RECORD, blocks: scaled_blocks::<S>() };
             tiled::cached(isa, (r, p), tile, spans, |r, p, tile| {
                 summed_shapes!(r, p, isa.run(IntTile::<Summed, S, XG, WG, false, R, P> { tile, kind: PhantomData }))
             });
-        } else if const { I::LARGE && I::VNNI } && (!L::NIBBLES || taller::<I>(isa)) {
+        } else if const { I::LARGE && I::VNNI } && unpacked {
             // All codes are alike to VNNI.
             let kind = PhantomData;
             if const { S::WORDS > 0 } {
@@ -248,7 +252,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     const SCALED_BLOCKS: usize = 1;
     const WIDENED: usize = if L::BF16 && I::LARGE && I::INPUT_BYTES > 2 { 2 } else { 1 };
 
-    fn rows(_: I) -> usize {
+    fn rows(_: I, _: usize) -> usize {
         // Totals beside the sums, where scales come in between, may lie in memory.
         if I::TILES && L::BF16 {
             2 * TILE_ROWS
@@ -262,7 +266,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         }
     }
 
-    fn unpacked(_: I) -> bool {
+    fn unpacked(_: I, _: usize) -> bool {
         L::OPERANDS * <Self as Path<I>>::WIDENED > 1
     }
 
@@ -285,7 +289,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         }
     }
 
-    fn cached(isa: I, r: usize, p: usize, tile: Tile<'_>) {
+    fn cached(isa: I, r: usize, p: usize, _: bool, tile: Tile<'_>) {
         if const { I::TILES && L::BF16 } {
             let (columns, record) = scaled::span(SCALED);
             let spans = Spans { bf16: true, columns: (record > 0).then_some(columns), record, blocks: 1 };
@@ -382,7 +386,7 @@ impl Product<'_> {
         }
         let layout_of = |weights: &Weights| layout(weights.format(), weights.cols());
         let layout = layout_of(weights);
-        assert!(layout.bundle == K::Lines::BUNDLE && (layout.bundle == 1 || K::unpacked(isa)));
+        assert!(layout.bundle == K::Lines::BUNDLE && (layout.bundle == 1 || K::unpacked(isa, self.rows.len())));
         let stride = layout.stride();
         let packed = weights.bytes();
         let (n, width) = (self.rows.len(), range.len());
@@ -473,7 +477,7 @@ impl Product<'_> {
             return;
         }
 
-        let unpack = K::unpacked(isa);
+        let unpack = K::unpacked(isa, n);
         let most_panels = if I::LARGE { 2 } else { 1 };
         let operand_block = if unpack {
             layout.lines.iter().sum::<usize>() / K::Lines::PLANES.iter().sum::<usize>()
@@ -491,7 +495,7 @@ impl Product<'_> {
         let sums = if I::TILES { SUMS_SIZE } else { 0 };
         let buffer = self.scratch.panel.get(sums + if unpack { most_panels * unpacked_stride } else { 0 });
         let (sums, buffer) = buffer.split_at_mut(sums);
-        let tiles = tiles::<I>(n, K::rows(isa));
+        let tiles = tiles::<I>(n, K::rows(isa, n));
         // `larger` of one row more, then the others.
         let (rows, larger) = (n / tiles, n % tiles);
         // A unit that multiplies tiles has other ones.
@@ -561,7 +565,7 @@ impl Product<'_> {
                         sums,
                         ..part
                     };
-                    K::cached(isa, rows, panels, tile);
+                    K::cached(isa, rows, panels, unpack || K::LIGHT, tile);
                     first += rows * row_tiles;
                 }
             }
@@ -596,7 +600,7 @@ impl Product<'_> {
         let stride = line_bytes + record_bytes;
         let sums = if I::TILES { SUMS_SIZE } else { 0 };
         let (sums, buffer) = self.scratch.panel.get(sums + most_panels * stride).split_at_mut(sums);
-        let tiles = if few { 1 } else { n.div_ceil(<Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::rows(isa)) };
+        let tiles = if few { 1 } else { n.div_ceil(<Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::rows(isa, n)) };
         let mut rows = [Row::EMPTY; PANEL];
         let (later, nothing) = (Later::default(), Later::default());
         let mut done = 0;
@@ -692,7 +696,7 @@ impl Product<'_> {
                     if const { !I::TILES } && few {
                         Ints::<Bytes<0>, F32Scale, G, G>::stream(isa, rows.len(), panels, tile);
                     } else {
-                        Ints::<Bytes<0>, F32Scale, G, G>::cached(isa, rows.len(), panels, tile);
+                        Ints::<Bytes<0>, F32Scale, G, G>::cached(isa, rows.len(), panels, true, tile);
                     }
                 }
             }
