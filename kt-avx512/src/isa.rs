@@ -29,8 +29,8 @@ pub trait Job {
 pub enum Ports {
     /// Often nothing: there are ports for them that have no products.
     Own,
-    /// As much as products do, on whose ports they are: all 512-bit operations of Intel's CPUs are on two ports. And `vdpbf16ps`, without a tile
-    /// unit, is half as fast there as F32's products are.
+    /// As much as products do, on whose ports they are: all 512-bit operations of Intel's CPUs are on two ports. And `vdpbf16ps` is half as fast
+    /// there as F32's products are. Both were measured on Emerald Rapids alone.
     Shared,
 }
 

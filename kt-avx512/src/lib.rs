@@ -1,7 +1,7 @@
 //! Experts on AVX2 and AVX-512 CPUs: every format of safetensors checkpoints, packed once at load.
 //!
 //! Two number paths serve most formats: int8 x int8 (VNNI, or byte multiply-adds without it) for INT8, INT4, GPTQ, AWQ, MXFP4 and
-//! NVFP4, and bf16 x bf16 (AVX512-BF16, or F32 products without it) for BF16, FP8 and MXFP8; F16 and F32 weights meet F32 inputs. One
+//! NVFP4, and bf16 x bf16 (AVX512-BF16, or F32 products without it and where it is slower) for BF16, FP8 and MXFP8; F16 and F32 weights meet F32 inputs. One
 //! source is compiled for five tiers (`isa.rs`): a new tier is an implementation of its operations. See `layout.rs` for how weights are
 //! packed, `lines.rs` for how they are unpacked, `tile.rs` for the loops, `product.rs` for which of them runs when and `ahead.rs` for how
 //! weights are asked for before. `PERFORMANCE.md` says what limits them. On other architectures than x86-64 the crate has no backend.

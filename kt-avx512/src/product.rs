@@ -302,7 +302,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
             tiled::cached(isa, (r, p), tile, spans, |r, p, tile| {
                 summed_shapes!(r, p, isa.run(FloatTile::<Summed, SCALED, false, R, P> { tile, kind: PhantomData }))
             });
-        } else if const { I::LARGE } && const { widens_in_tile::<I, L>() } {
+        } else if const { I::LARGE && widens_in_tile::<I, L>() } {
             shapes!(
                 r,
                 p,

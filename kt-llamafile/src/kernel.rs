@@ -20,9 +20,9 @@ use crate::lines::{
 /// Products of GGUF blocks, by the best instructions of this CPU. Holding a value proves that the CPU has them.
 #[derive(Debug, Clone, Copy)]
 pub struct Llamafile {
-    pub(crate) avx: Avx,
+    avx: Avx,
     /// Blocks of IQ1, IQ2 and IQ3 are used as the file has them: less memory, several times slower for few rows.
-    pub(crate) in_place: bool,
+    in_place: bool,
 }
 
 impl Llamafile {
@@ -33,6 +33,12 @@ impl Llamafile {
     pub fn detect(cap: Tier) -> Result<Self, Unsupported> {
         let avx = Avx::detect(cap.min(Tier::Avx512Vnni))?;
         Ok(Llamafile { avx, in_place: false })
+    }
+
+    /// The same as on a CPU that has such ports.
+    #[cfg(test)]
+    pub(crate) fn with_ports(self, ports: kt_avx512::engine::Ports) -> Self {
+        Llamafile { avx: self.avx.with_ports(ports), ..self }
     }
 
     /// Whether it uses blocks of this type as the file has them.

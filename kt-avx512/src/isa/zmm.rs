@@ -722,7 +722,7 @@ unsafe impl<U: TileUnit> Isa for Tiled<U> {
 
     #[inline(always)]
     fn for_f32(self) -> Plain {
-        Plain(super::Ports::Shared)
+        Plain(super::Ports::Own)
     }
 
     #[inline(always)]
