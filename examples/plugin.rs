@@ -1,8 +1,8 @@
 //! A layer of experts on the backend of a plugin, beside the best one of this build.
 //!
 //! ```text
-//! cargo rustc -p kt-llamafile --release --features plugin --crate-type cdylib
-//! cargo run --release --features plugins --example plugin -- target/release/libkt_llamafile.so q4_k
+//! cargo build --release --example plugin_llamafile
+//! cargo run --release --features plugins --example plugin -- target/release/examples/libplugin_llamafile.so q4_k
 //! ```
 
 use kt::source::synthetic::SyntheticSource;

@@ -8,7 +8,7 @@
 use std::cell::UnsafeCell;
 use std::sync::Once;
 
-use kt_avx512::engine::{PANEL, SUMS_BYTES, TILE_BYTES, TILE_ROWS, TileProduct};
+use kt_avx512::engine::{PANEL, SUMS_BYTES, TILE_BYTES, TILE_PANELS, TILE_ROWS, TileProduct};
 use libc::{REG_RIP, c_int, c_void, siginfo_t, ucontext_t};
 
 use crate::model::{Dot, Tiles};
@@ -33,7 +33,6 @@ struct Touched {
     row_bytes: usize,
     blocks: usize,
     lines: usize,
-    panels: usize,
     panel_stride: usize,
     line_bytes: usize,
     line_skip: usize,
@@ -51,7 +50,6 @@ impl Touched {
             row_bytes: p.steps * p.step_bytes,
             blocks: p.blocks,
             lines: p.lines.addr(),
-            panels: p.panels,
             panel_stride: p.panel_stride,
             line_bytes: p.steps * p.step_bytes * PANEL,
             line_skip: p.line_skip,
@@ -64,10 +62,7 @@ impl Touched {
     fn sum(&self, at: usize, bytes: usize) -> bool {
         let Some(offset) = at.checked_sub(self.sums) else { return false };
         let (span, tile, row) = (offset / SUMS_BYTES, offset % SUMS_BYTES / TILE_BYTES, offset % TILE_BYTES / 64);
-        span < self.spans
-            && tile % 2 < self.panels
-            && tile / 2 * TILE_ROWS + row < self.rows
-            && offset % 64 + bytes <= 64
+        span < self.spans && tile / TILE_PANELS * TILE_ROWS + row < self.rows && offset % 64 + bytes <= 64
     }
 
     /// Whether it is within a block of an input row, or the lines of a panel.
@@ -81,7 +76,7 @@ impl Touched {
         });
         let lines = |p: usize, b: usize| self.lines + p * self.panel_stride + b * (self.line_bytes + self.line_skip);
         let line = |p: usize| (0..self.blocks).any(|b| within(lines(p, b), self.line_bytes));
-        row || (0..self.panels).any(line)
+        row || (0..TILE_PANELS).any(line)
     }
 }
 
@@ -279,11 +274,10 @@ mod tests {
 
     #[test]
     fn rows_beside_those_of_a_product_are_out_of_bounds() {
-        // 17 rows of two blocks of 128 bytes with 32 more, one panel with 64 bytes between its blocks, a sum per block.
+        // 17 rows of two blocks of 128 bytes with 32 more, panels with 64 bytes between their blocks, a sum per block.
         let p = TileProduct {
             bf16: false,
             rows: 17,
-            panels: 1,
             step_bytes: 64,
             blocks: 2,
             steps: 2,
@@ -310,7 +304,7 @@ mod tests {
             (0x20000 + 2048 + 64, 64, true),
             (0x20000 + 4096, 64, true),
             (0x20000 + 4096 + 64, 64, false),
-            (0x28000, 64, false), // an absent panel
+            (0x28000, 64, true),  // panel 1
             (0x30000, 64, false), // sums are no operands
         ] {
             assert_eq!(of.operand(at, bytes), within, "{at:#x}");
@@ -318,7 +312,7 @@ mod tests {
         for (at, bytes, within) in [
             (0x30000, 64, true),
             (0x30000 + 15 * 64, 64, true),
-            (0x30000 + 1024, 64, false), // panel 1
+            (0x30000 + 1024, 64, true),  // panel 1
             (0x30000 + 2048, 64, true),  // row 16
             (0x30000 + 2112, 64, false), // row 17
             (0x31000, 64, true),

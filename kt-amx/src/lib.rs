@@ -40,6 +40,3 @@ pub fn backend(_cap: Tier) -> Result<impl Backend, Unsupported> {
         Err(Unsupported::new("no AMX: it is part of x86-64 CPUs"));
     declined
 }
-
-#[cfg(feature = "plugin")]
-kt_core::declare_backend!("amx", backend);

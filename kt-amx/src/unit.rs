@@ -9,14 +9,14 @@
 //! for each block, for each step: load tmm4..8, multiply four times; at the end of a span write the sums and begin anew
 //! ```
 //!
-//! With 16 rows or fewer, or one panel, the others are left out.
+//! With 16 rows or fewer, the others are left out.
 
 #![allow(unsafe_code)] // kernel
 
 use std::arch::asm;
 use std::mem::offset_of;
 
-use kt_avx512::engine::{LINE, PANEL, SUMS_BYTES, TILE_BYTES, TILE_ROWS, TileProduct, TileUnit};
+use kt_avx512::engine::{LINE, PANEL, SUMS_BYTES, TILE_BYTES, TILE_PANELS, TILE_ROWS, TileProduct, TileUnit};
 use kt_core::cpu::amx;
 use kt_core::cpu::amx::Refusal;
 
@@ -52,7 +52,7 @@ struct Config {
 const _: () = assert!(size_of::<Config>() == 64);
 
 impl Config {
-    fn new(rows: usize, panels: usize, step_bytes: usize) -> Self {
+    fn new(rows: usize, step_bytes: usize) -> Self {
         let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
         let halves = [rows.min(TILE_ROWS), rows.saturating_sub(TILE_ROWS)];
         let mut tile = |tile: usize, rows: usize, bytes: usize| {
@@ -61,12 +61,12 @@ impl Config {
             }
         };
         for (half, &rows) in halves.iter().enumerate() {
-            for panel in 0..panels {
+            for panel in 0..TILE_PANELS {
                 tile(half * 2 + panel, rows, LINE);
             }
             tile(4 + half, rows, step_bytes);
         }
-        for panel in 0..panels {
+        for panel in 0..TILE_PANELS {
             tile(6 + panel, step_bytes / 4, LINE);
         }
         config
@@ -96,7 +96,7 @@ macro_rules! tiles {
         load: [$($load:literal),*], multiply: [$($operands:literal),*], write: [$($write:literal),*]
     ) => {{
         let call = Call {
-            config: Config::new($p.rows, $p.panels, $p.step_bytes),
+            config: Config::new($p.rows, $p.step_bytes),
             step_bytes: $p.step_bytes,
             line_bytes: $p.step_bytes * PANEL,
             steps: $p.steps,
@@ -105,7 +105,7 @@ macro_rules! tiles {
             line_skip: $p.line_skip,
         };
         // SAFETY: all pieces that are loaded are readable, and the sums writable, by the caller's promise; `self` proves the
-        // instructions. Pointers to absent rows and panels are moved and not used.
+        // instructions. Pointers to absent rows are moved and not used.
         unsafe {
             asm!(
                 "ldtilecfg [{call}]",
@@ -172,11 +172,11 @@ macro_rules! tiles {
     }};
 }
 
-/// The blocks for all numbers of rows and panels.
+/// The blocks for all numbers of rows.
 macro_rules! multiply {
     ($p:ident, $dot:literal) => {
-        match ($p.rows > TILE_ROWS, $p.panels) {
-            (true, 2) => tiles!(
+        match $p.rows > TILE_ROWS {
+            true => tiles!(
                 $p, $dot,
                 clear: ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3"],
                 begin: [
@@ -193,18 +193,7 @@ macro_rules! multiply {
                     "tilestored [{sums} + {line} + 2048], tmm2", "tilestored [{sums} + {line} + 3072], tmm3"
                 ]
             ),
-            (true, _) => tiles!(
-                $p, $dot,
-                clear: ["tilezero tmm0", "tilezero tmm2"],
-                begin: ["tileloadd tmm0, [{sums} + {line}]", "tileloadd tmm2, [{sums} + {line} + 2048]"],
-                load: [
-                    "tileloadd tmm4, [{a0} + {row}]", "tileloadd tmm6, [{b0} + {line}]",
-                    "tileloadd tmm5, [{a1} + {row}]"
-                ],
-                multiply: ["tmm0, tmm4, tmm6", "tmm2, tmm5, tmm6"],
-                write: ["tilestored [{sums} + {line}], tmm0", "tilestored [{sums} + {line} + 2048], tmm2"]
-            ),
-            (false, 2) => tiles!(
+            false => tiles!(
                 $p, $dot,
                 clear: ["tilezero tmm0", "tilezero tmm1"],
                 begin: ["tileloadd tmm0, [{sums} + {line}]", "tileloadd tmm1, [{sums} + {line} + 1024]"],
@@ -215,25 +204,17 @@ macro_rules! multiply {
                 multiply: ["tmm0, tmm4, tmm6", "tmm1, tmm4, tmm7"],
                 write: ["tilestored [{sums} + {line}], tmm0", "tilestored [{sums} + {line} + 1024], tmm1"]
             ),
-            (false, _) => tiles!(
-                $p, $dot,
-                clear: ["tilezero tmm0"],
-                begin: ["tileloadd tmm0, [{sums} + {line}]"],
-                load: ["tileloadd tmm4, [{a0} + {row}]", "tileloadd tmm6, [{b0} + {line}]"],
-                multiply: ["tmm0, tmm4, tmm6"],
-                write: ["tilestored [{sums} + {line}], tmm0"]
-            ),
         }
     };
 }
 
-const _: () = assert!(TILE_BYTES == 1024 && SUMS_BYTES == 4096, "the assembly has these numbers");
+const _: () = assert!(TILE_BYTES == 1024 && SUMS_BYTES == 4096 && TILE_PANELS == 2, "the assembly has these numbers");
 
 // SAFETY: `detect` has seen the instructions; the assembly touches the rows, lines and sums of the steps that it counts.
 unsafe impl TileUnit for Unit {
     unsafe fn multiply(self, p: &TileProduct) {
         // Registers would be configured wrongly, which is a trap.
-        assert!((1..=2 * TILE_ROWS).contains(&p.rows) && (1..=2).contains(&p.panels));
+        assert!((1..=2 * TILE_ROWS).contains(&p.rows));
         assert!(matches!(p.step_bytes, 16 | 32 | 64) && p.blocks > 0 && p.steps > 0 && p.sum_steps > 0);
         #[cfg(all(test, target_os = "linux"))]
         let _bounds = crate::emulator::Bounds::of(p);

@@ -59,6 +59,9 @@ pub struct Ahead {
 }
 
 impl Ahead {
+    /// For lines that are in the cache.
+    pub(crate) const NONE: Ahead = Ahead { second: true, bytes: 0 };
+
     /// For tiles of so many rows and panels, of `integers` or other numbers, that are a whole `bundle` or not.
     pub(crate) fn of(rows: usize, panels: usize, integers: bool, bundle: bool) -> Ahead {
         Ahead::on(*CPU, rows, panels, integers, bundle)

@@ -14,7 +14,7 @@ use kt_core::{Format, Group, Matrix, Unsupported};
 use crate::ahead;
 use crate::inputs::PackInput;
 use crate::isa::{self, Isa, Job, Ports};
-use crate::layout::{self, BUNDLE, CHUNK, Layout, PANEL};
+use crate::layout::{self, CHUNK, Layout, MOST_PANELS, PANEL};
 use crate::lines::E2M1_ZERO;
 use crate::product::Product;
 use crate::tiled::TileUnit;
@@ -108,8 +108,8 @@ macro_rules! how {
 }
 
 impl Kernel for Avx {
-    /// A bundle; of formats that have none, fewer would do.
-    const PANEL: usize = BUNDLE * PANEL;
+    /// The panels of the widest tile.
+    const PANEL: usize = MOST_PANELS * PANEL;
 
     fn tier(self) -> Tier {
         self.tier
@@ -160,7 +160,7 @@ impl Kernel for Avx {
     }
 
     fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize> {
-        Some(rows.div_ceil(PANEL) * Layout::new(format, cols).panel_bytes)
+        Some(layout::panels(rows) * Layout::new(format, cols).panel_bytes)
     }
 
     fn layout_version(self) -> u32 {

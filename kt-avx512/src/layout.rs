@@ -1,10 +1,10 @@
 //! How matrices are packed.
 //!
 //! ```text
-//! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …          outputs padded to 16
+//! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …          outputs padded to 64, four panels
 //! panel    front: scales of outputs, of 256 columns, of groups | block 0 | block 1 | … | lines that lie apart   sections padded to 64 bytes
 //! block    scales of groups, of integer codes of 4 or 8 bits and of MXFP8 | lines                           128 columns; k padded to that
-//! bundle   line 0 of its panels, one after the other | line 1 of them | …                       of four panels, the last one of what is left
+//! bundle   line 0 of its panels, one after the other | line 1 of them | …                       of four panels
 //! ```
 //!
 //! Lines that take long to unpack need several panels at once, whose sums do not wait for each other: four streams, if panels lie one after the
@@ -49,37 +49,8 @@ use kt_core::format::mx;
 use kt_core::{Format, Group, Matrix};
 
 /// The version of everything said above, and of how scales are rounded. Packed weights are kept on disk with it: raise it with any
-/// change of the bytes.
-pub(crate) const VERSION: u32 = 5;
-
-/// What version [`VERSION`] makes of fixed matrices: checksums, by format. A test compares; it prints this table as it should be.
-#[cfg(test)]
-pub(crate) const PACKED: &[(&str, u64)] = &[
-    ("F32", 0xf6c1f7456e01c3cb),
-    ("F16", 0x36245db5fc46e227),
-    ("BF16", 0xe9661133a7838afa),
-    ("FP8-block", 0x6832fcde8b8f539d),
-    ("FP8-channel", 0x6e82716c8cf8fad6),
-    ("INT8-channel", 0x56d20beabb73e1ca),
-    ("INT8-g32", 0xe848a1ce6d6b53a4),
-    ("INT8-g128", 0x34dab4d01d13ffcf),
-    ("INT8-offset-channel", 0x20287f4bfaba4f52),
-    ("INT8-offset-g128", 0xf4bcacbbc7a09ed2),
-    ("INT8-asym-channel", 0x224bd4766cbfb0cc),
-    ("INT8-asym-g32", 0xc46ecf0710c9e91c),
-    ("INT8-asym-g128", 0xd22514b40af105f9),
-    ("INT4-channel", 0x58a64391997bc775),
-    ("INT4-g32", 0x7c560e28fa5f89dc),
-    ("INT4-g64", 0x1b2d692844266589),
-    ("INT4-g128", 0xbf05d58394affd9d),
-    ("INT4-asym-channel", 0x96b0da6468d4cc0a),
-    ("INT4-asym-g32", 0x2c1f3cf4bdfa4c4b),
-    ("INT4-asym-g128", 0xb54d9e4dc92f7299),
-    ("MXFP4", 0xa4320beef82b7c74),
-    ("MXFP8", 0x43308bbb386a70e5),
-    ("NVFP4", 0x537e278c28397e9e),
-    ("INT4-g96", 0x91a1a66a0a39efb1),
-];
+/// change of the bytes, and write the checksums that `tests/products.rs` then prints into it.
+pub(crate) const VERSION: u32 = 6;
 
 /// Outputs of a panel.
 pub const PANEL: usize = 16;
@@ -117,28 +88,25 @@ pub struct Layout {
     pub head: usize,
     /// Bytes of a panel.
     pub panel_bytes: usize,
-    /// How many panels take turns with their lines: 1, none, or [`BUNDLE`].
+    /// How many panels take turns with their lines: 1, none; a divisor of [`MOST_PANELS`].
     pub bundle: usize,
 }
 
-/// Panels of a bundle.
-pub const BUNDLE: usize = 4;
+/// Panels of a bundle of floating-point weights.
+pub(crate) const BUNDLE: usize = 4;
+
+/// Panels of the widest tile. Packed matrices are padded to a multiple of it, so that tiles of fewer panels for what is left need not be compiled.
+pub const MOST_PANELS: usize = 4;
+
+/// Panels of a packed matrix of so many outputs.
+pub fn panels(rows: usize) -> usize {
+    rows.div_ceil(PANEL).next_multiple_of(MOST_PANELS)
+}
 
 /// Where byte `at` of a panel is, counted from the panel's first line, if its lines are `step` bytes apart.
 #[inline(always)]
 pub fn spread(at: usize, step: usize) -> usize {
     at / LINE * step + at % LINE
-}
-
-/// Where a panel is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PanelAt {
-    /// Its first byte.
-    pub start: usize,
-    /// Bytes from a line to the next one.
-    pub step: usize,
-    /// How many panels may be done together from it on.
-    pub left: usize,
 }
 
 /// What a [`Layout`] is made of.
@@ -225,27 +193,21 @@ impl Layout {
         )
     }
 
-    /// Where panel `panel` of `panels` begins in a matrix, how many bytes its lines are apart, and how many panels of its bundle begin with it.
-    pub fn panel_at(&self, panel: usize, panels: usize) -> PanelAt {
+    /// Where panel `panel` begins in a matrix.
+    pub fn panel_at(&self, panel: usize) -> usize {
         // A power of two: this is asked for with every panel.
         let place = panel & (self.bundle - 1);
-        let first = panel - place;
-        let bundle = panels.saturating_sub(first).clamp(1, self.bundle);
-        PanelAt {
-            start: first * self.panel_bytes + place * LINE,
-            step: bundle * LINE,
-            left: if self.bundle > 1 { bundle.saturating_sub(place) } else { usize::MAX },
-        }
+        (panel - place) * self.panel_bytes + place * LINE
+    }
+
+    /// Bytes from a line of a panel to the next one.
+    pub fn step(&self) -> usize {
+        self.bundle * LINE
     }
 
     /// Bytes from a panel to the next one of its bundle, or of the matrix.
     pub fn stride(&self) -> usize {
         if self.bundle > 1 { LINE } else { self.panel_bytes }
-    }
-
-    /// Whether a panel is read in the order of addresses: no scales of groups, all columns one group, or their scales are among the blocks.
-    pub(crate) fn in_order(&self) -> bool {
-        self.head > 0 || self.group.is_none_or(|group| group >= self.blocks * BLOCK)
     }
 
     /// Bytes between the scales of a unit's groups and those of the next one's.
@@ -311,12 +273,11 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
     if layout.panel_bytes == 0 {
         return;
     }
-    let panels = rows.len().div_ceil(PANEL);
+    let step = layout.step();
     for (panel, first) in rows.clone().step_by(PANEL).enumerate() {
         let outputs = PANEL.min(rows.end - first);
         let row_bytes = layout.lines[0] / PANEL;
-        let PanelAt { start, step, .. } = layout.panel_at(panel, panels);
-        let out = &mut out[start..];
+        let out = &mut out[layout.panel_at(panel)..];
         // By blocks, whose lines stay in the cache until all outputs have written to them.
         for block in 0..layout.blocks {
             let out = &mut out[spread(layout.lines_at(block)[0], step)..];
@@ -524,19 +485,6 @@ mod tests {
         assert_eq!((layout.unit, layout.head, layout.panel_bytes), (1, 128, 64 + 3 * (128 + 2048)));
         let layout = Layout::new(Format::Int8(Group::Of(128)), 300);
         assert_eq!((layout.unit, layout.head, layout.panel_bytes), (2, 64, 64 + 3 * 2048 + 2 * 64));
-        assert!(
-            [
-                Format::Int8(Group::Of(32)),
-                Format::Int4(Group::Of(128)),
-                Format::Int4(Group::Row),
-                Format::Int8Asym(Group::Row)
-            ]
-            .into_iter()
-            .all(|format| Layout::new(format, 300).in_order())
-        );
-        assert!(
-            !Layout::new(Format::Int4(Group::Of(96)), 300).in_order() && !Layout::new(Format::Fp8Block, 300).in_order()
-        );
         // Groups that no block divides, and such of several blocks.
         for (group, front) in [(96, 64 + 4 * 32), (256, 64 + 2 * 32)] {
             let layout = Layout::new(Format::Int4(Group::Of(group)), 300);

@@ -22,8 +22,6 @@ mod layout;
 mod lines;
 #[cfg(target_arch = "x86_64")]
 mod product;
-#[cfg(all(test, target_arch = "x86_64"))]
-mod tests;
 #[cfg(target_arch = "x86_64")]
 mod tile;
 #[cfg(target_arch = "x86_64")]
@@ -52,11 +50,11 @@ pub use kernel::Avx;
 pub mod engine {
     pub use crate::blocks::{Blocks, Row};
     pub use crate::isa::{Bits, Grid, Isa, Job, Ports};
-    pub use crate::layout::{BUNDLE, LINE, Layout, PANEL, PanelAt, Parts, SUPER, spread};
+    pub use crate::layout::{LINE, Layout, MOST_PANELS, PANEL, Parts, SUPER, panels};
     pub use crate::lines::{Bytes, Codes, E2M1_ZERO, E2m1, Lines, Nibbles, Scale};
     pub use crate::product::{Ints, Path, Product};
     pub use crate::tile::Tile;
-    pub use crate::tiled::{SUMS_BYTES, TILE_BYTES, TILE_ROWS, TileProduct, TileUnit};
+    pub use crate::tiled::{SUMS_BYTES, TILE_BYTES, TILE_PANELS, TILE_ROWS, TileProduct, TileUnit};
 }
 
 /// The backend for the best instructions that this CPU has, up to `cap`.
@@ -78,6 +76,3 @@ pub fn backend(_cap: Tier) -> Result<impl Backend, Unsupported> {
         Err(Unsupported::new("AVX-512 and AVX2 need an x86-64 CPU"));
     declined
 }
-
-#[cfg(feature = "plugin")]
-kt_core::declare_backend!("avx512", backend);

@@ -431,28 +431,28 @@ impl<L: Lines, const COLUMNS: usize> Steps<L, COLUMNS> {
     /// How many steps there are, if operands have four columns.
     pub(crate) const COUNT: usize = COLUMNS / 4 / L::OPERANDS;
 
-    /// Step `step` in both planes of the columns that begin at `at`, and apart, if lines are `line_step` bytes apart.
+    /// Step `step` in both planes of the columns that begin at `at`, and apart.
     #[inline(always)]
-    pub(crate) fn at([at, apart]: [*const u8; 2], step: usize, line_step: usize) -> [*const u8; 2] {
+    pub(crate) fn at([at, apart]: [*const u8; 2], step: usize) -> [*const u8; 2] {
         let (low, high) = (step * L::PLANES[0], step * L::PLANES[1]);
         if L::APART {
             return [at.wrapping_add(low), apart.wrapping_add(high)];
         }
         let plane_1 = if step > 0 { Self::COUNT * L::PLANES[1] } else { 0 };
-        [plane_1 + low, L::PLANES[0] + high].map(|to| at.wrapping_add(Self::spread(to, line_step)))
+        [plane_1 + low, L::PLANES[0] + high].map(|to| at.wrapping_add(Self::spread(to)))
     }
 
     /// What begins after so many times as many columns.
     #[inline(always)]
-    pub(crate) fn after(at: [*const u8; 2], times: usize, line_step: usize) -> [*const u8; 2] {
-        let bytes = Self::STEP.map(|step| Self::spread(times * Self::COUNT * step, line_step));
+    pub(crate) fn after(at: [*const u8; 2], times: usize) -> [*const u8; 2] {
+        let bytes = Self::STEP.map(|step| Self::spread(times * Self::COUNT * step));
         [at[0].wrapping_add(bytes[0]), at[1].wrapping_add(bytes[1])]
     }
 
     /// [`spread`], of which nothing is left to do where lines follow each other.
     #[inline(always)]
-    pub(crate) fn spread(at: usize, line_step: usize) -> usize {
-        if L::BUNDLE > 1 { spread(at, line_step) } else { at }
+    pub(crate) fn spread(at: usize) -> usize {
+        if L::BUNDLE > 1 { spread(at, L::BUNDLE * LINE) } else { at }
     }
 }
 
@@ -460,8 +460,6 @@ impl<L: Lines, const COLUMNS: usize> Steps<L, COLUMNS> {
 pub(crate) struct Unpack<'a, L, const COLUMNS: usize, const WIDEN: bool> {
     /// Its lines, and those of them that lie apart.
     pub from: [&'a [u8]; 2],
-    /// Bytes from a line to the next one.
-    pub line_step: usize,
     pub to: &'a mut [u8],
     pub lines: std::marker::PhantomData<L>,
 }
@@ -475,14 +473,14 @@ impl<L: Lines, const COLUMNS: usize, const WIDEN: bool> Job for Unpack<'_, L, CO
         let groups = self.to.chunks_exact_mut(steps * L::OPERANDS * lines * LINE);
         for (from, bytes) in self.from.iter().zip(Steps::<L, COLUMNS>::STEP) {
             let bytes = groups.len() * steps * bytes;
-            assert!(bytes == 0 || from.len() > Steps::<L, COLUMNS>::spread(bytes - 1, self.line_step));
+            assert!(bytes == 0 || from.len() > Steps::<L, COLUMNS>::spread(bytes - 1));
         }
         let from = self.from.map(<[u8]>::as_ptr);
         for (group, to) in groups.enumerate() {
-            let from = Steps::<L, COLUMNS>::after(from, group, self.line_step);
+            let from = Steps::<L, COLUMNS>::after(from, group);
             for (step, to) in to.chunks_exact_mut(L::OPERANDS * lines * LINE).enumerate() {
                 // SAFETY: the bytes of a step in both planes: there are those of all groups, as said above.
-                let operands = unsafe { L::operands(isa, table, Steps::<L, COLUMNS>::at(from, step, self.line_step)) };
+                let operands = unsafe { L::operands(isa, table, Steps::<L, COLUMNS>::at(from, step)) };
                 for (to, v) in to.chunks_exact_mut(lines * LINE).zip(operands) {
                     let widened = [isa.up::<16>(v), isa.and(v, isa.splat(!0xffff))];
                     for (to, v) in to.chunks_exact_mut(LINE).zip(if WIDEN { widened } else { [v; 2] }) {

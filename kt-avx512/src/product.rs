@@ -14,8 +14,8 @@ use kt_core::{Format, Group};
 
 use crate::ahead::{Ahead, Later, Level};
 use crate::blocks::{ASK, Blocks, Decode, Direct, Row};
-use crate::isa::{Isa, Job, Ports};
-use crate::layout::{CHUNK, LINE, Layout, PANEL, PanelAt, SUPER, spread};
+use crate::isa::{Isa, Job, Ports, stream_rows};
+use crate::layout::{CHUNK, LINE, Layout, MOST_PANELS, PANEL, SUPER, panels, spread};
 use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
     Nibbles, NoScale, Scale, ShiftedNibbles, Summed, Unpack,
@@ -42,6 +42,8 @@ pub trait Path<I: Isa> {
     const INTEGERS: bool;
     /// Whether lines are operands.
     const LIGHT: bool;
+    /// Whether weights have scales of groups.
+    const GROUPED: bool;
     /// Whether rows that are few stream. Integer products that do so have the same bits without a tile unit, so that code which has one
     /// leaves them out.
     const STREAMS: bool;
@@ -55,12 +57,12 @@ pub trait Path<I: Isa> {
     fn rows(isa: I, rows: usize) -> usize;
     /// Whether that many rows pass over lines that were unpacked for them, if they do not stream.
     fn unpacked(isa: I, rows: usize) -> bool;
-    /// Unpacks the lines of a block, which are so many bytes apart, and those of it that lie apart.
-    fn unpack(isa: I, from: [&[u8]; 2], line_step: usize, to: &mut [u8]);
-    /// Runs a tile of `r` rows x `p` panels on lines as stored.
-    fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>);
-    /// Runs a tile of `r` rows x `p` panels on lines in the cache, which were unpacked or are operands, or not.
-    fn cached(isa: I, r: usize, p: usize, unpacked: bool, tile: Tile<'_>);
+    /// Unpacks the lines of a block, and those of it that lie apart.
+    fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]);
+    /// Runs a tile of `r` rows x [`stream_panels`] on lines as stored.
+    fn stream(isa: I, r: usize, tile: Tile<'_>);
+    /// Runs a tile of `r` rows x [`cached_panels`] on lines in the cache, which were unpacked or are operands, or not.
+    fn cached(isa: I, r: usize, unpacked: bool, tile: Tile<'_>);
 }
 
 /// Unsigned codes `L` x signed inputs with a scale per `XG` columns. Weights have scales `S` per `WG` columns or several times as many, or
@@ -69,68 +71,67 @@ pub struct Ints<L, S, const XG: usize, const WG: usize>(PhantomData<(L, S)>);
 /// Floating-point weights; see [`FloatTile`].
 pub(crate) struct Numbers<L, const SCALED: u8>(PhantomData<L>);
 
-/// Runs `$job` with R and P set to the numbers of rows and panels: a `match` over the shapes that are compiled.
-macro_rules! shapes {
-    ($r:expr, $p:expr, [$($rows:literal x $panels:literal),*], $job:expr) => {
-        match ($r, $p) {
-            $(($rows, $panels) => {
+/// Runs `$job` with R set to the number of rows: a `match` over those that are compiled.
+macro_rules! rows {
+    ($r:expr, [$($rows:literal),*], $job:expr) => {
+        match $r {
+            $($rows => {
                 const R: usize = $rows;
-                const P: usize = $panels;
                 $job
             })*
-            (r, p) => unreachable!("no register tile of {r} rows x {p} panels"),
+            r => unreachable!("no register tile of {r} rows"),
         }
     };
 }
 
-/// [`shapes`] of tiles that stream.
+/// [`rows`] of tiles that stream along `$path`, and P set to their panels.
 macro_rules! stream_shapes {
-    ($large:expr, $r:expr, $p:expr, $job:expr) => {
-        if const { $large } {
-            shapes!(
-                $r,
-                $p,
-                [1 x 4, 2 x 4, 3 x 2, 4 x 2, 5 x 2, 6 x 2, 1 x 1, 2 x 1, 3 x 1, 4 x 1, 5 x 1, 6 x 1, 7 x 1, 8 x 1],
+    ($isa:ty, $path:ty, $r:expr, $job:expr) => {
+        rows!($r, [1, 2, 3, 4, 5, 6, 7, 8], {
+            if const { R > stream_rows(<$isa>::LARGE) } {
+                unreachable!("{R} rows do not stream");
+            } else if const { stream_panels::<$isa, $path>(R) == 1 } {
+                const P: usize = 1;
                 $job
-            )
-        } else {
-            shapes!($r, $p, [1 x 4, 1 x 2, 2 x 2, 1 x 1, 2 x 1, 3 x 1, 4 x 1, 5 x 1, 6 x 1], $job)
-        }
-    };
-}
-
-/// [`shapes`] of tiles over the sums of a tile unit: as many as leave registers for sums, totals and what is between.
-macro_rules! summed_shapes {
-    ($r:expr, $p:expr, $job:expr) => {
-        shapes!($r, $p, [1 x 2, 2 x 2, 3 x 2, 4 x 2, 1 x 1, 2 x 1, 3 x 1, 4 x 1], $job)
+            } else if const { stream_panels::<$isa, $path>(R) == 2 } {
+                const P: usize = 2;
+                $job
+            } else if const { stream_panels::<$isa, $path>(R) == MOST_PANELS } {
+                const P: usize = MOST_PANELS;
+                $job
+            } else {
+                unreachable!("no tile has as many panels");
+            }
+        })
     };
 }
 
 /// Panels at once for rows that stream. Where little happens per line, one: a single stream from memory is fastest, if nothing that a panel needs
 /// is elsewhere. Else enough independent sums to hide the latency of unpacking and scaling, as far as registers go: those that codes pass
 /// through count as well. In the order of a tile unit there are three times as many.
-fn stream_panels<I: Isa, K: Path<I>>(rows: usize, layout: &Layout) -> usize {
-    let bundle = K::Lines::BUNDLE;
+const fn stream_panels<I: Isa, K: Path<I>>(rows: usize) -> usize {
+    let (bundle, planes) = (K::Lines::BUNDLE, K::Lines::PLANES);
     match rows {
-        _ if K::LIGHT && layout.record == 0 => 1,
+        _ if K::LIGHT && !K::GROUPED => 1,
         1 | 2 if I::LARGE && bundle == 2 => 2,
         2 | 3 if I::LARGE && bundle == 4 && I::TILES => 2,
-        _ if I::LARGE && layout.in_order() && (K::LIGHT || rows <= K::ONE_STREAM) => 1,
+        // Scales of groups are among the blocks of such formats, unless groups do not divide a block.
+        _ if I::LARGE && (K::LIGHT || rows <= K::ONE_STREAM) => 1,
         2.. if I::TILES => 1,
         3 | 4 if I::LARGE && bundle == 4 => 4,
         // Bits from two places, or four codes of a byte, pass through more registers than nibbles.
-        1 if !I::LARGE && K::Lines::PLANES != [LINE, 0] => 2,
+        1 if !I::LARGE && (planes[0] != LINE || planes[1] > 0) => 2,
         1 => 4,
-        2 => {
-            if I::LARGE {
-                4
-            } else {
-                2
-            }
-        }
+        2 if I::LARGE => 4,
+        2 => 2,
         3..=6 if I::LARGE => 2,
         _ => 1,
     }
+}
+
+/// Panels at once for rows that pass over lines in the cache.
+const fn cached_panels<I: Isa>() -> usize {
+    if I::LARGE { 2 } else { 1 }
 }
 
 /// Whether tiles of integers over cached lines have a row more, and nibbles are unpacked for them, too: where what is not a product takes the place of
@@ -158,6 +159,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     type Lines = L;
     const INTEGERS: bool = true;
     const LIGHT: bool = L::OPERANDS == 1;
+    const GROUPED: bool = S::RECORD > 0;
     const STREAMS: bool = !I::TILES;
     const ONE_STREAM: usize = one_stream::<L, S, XG, WG>();
     const SCALED_BLOCKS: usize = scaled_blocks::<S>();
@@ -185,65 +187,39 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         L::OPERANDS > 1 && !beside_products
     }
 
-    fn unpack(isa: I, from: [&[u8]; 2], line_step: usize, to: &mut [u8]) {
-        isa.run(Unpack::<L, XG, false> { from, line_step, to, lines: PhantomData });
+    fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]) {
+        isa.run(Unpack::<L, XG, false> { from, to, lines: PhantomData });
     }
 
-    fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
-        if const { L::BUNDLE == 2 && I::LARGE } && r <= 2 && p == 2 {
-            shapes!(
-                r,
-                p,
-                [1 x 2, 2 x 2],
-                isa.run(IntTile::<L, S, XG, WG, true, R, P> { tile, kind: PhantomData })
-            )
-        } else {
-            stream_shapes!(I::LARGE, r, p, isa.run(IntTile::<L, S, XG, WG, true, R, P> { tile, kind: PhantomData }))
-        }
+    fn stream(isa: I, r: usize, tile: Tile<'_>) {
+        let kind = PhantomData;
+        stream_shapes!(I, Self, r, isa.run(IntTile::<L, S, XG, WG, true, R, P> { tile, kind }))
     }
 
-    fn cached(isa: I, r: usize, p: usize, unpacked: bool, tile: Tile<'_>) {
+    fn cached(isa: I, r: usize, unpacked: bool, tile: Tile<'_>) {
         if const { I::TILES } {
             let spans = Spans { bf16: false, columns: Some(XG), record: S::RECORD, blocks: scaled_blocks::<S>() };
-            tiled::cached(isa, (r, p), tile, spans, |r, p, tile| {
-                summed_shapes!(r, p, isa.run(IntTile::<Summed, S, XG, WG, false, R, P> { tile, kind: PhantomData }))
+            tiled::cached(isa, r, tile, spans, |r, tile| {
+                let kind = PhantomData;
+                rows!(r, [1, 2, 3, 4], isa.run(IntTile::<Summed, S, XG, WG, false, R, 2> { tile, kind }))
             });
         } else if const { I::LARGE && I::VNNI } && unpacked {
             // All codes are alike to VNNI.
             let kind = PhantomData;
             if const { S::WORDS > 0 } {
-                shapes!(
-                    r,
-                    p,
-                    [4 x 2, 5 x 2, 6 x 2, 4 x 1, 5 x 1, 6 x 1],
-                    isa.run(IntTile::<Bytes<0>, S, XG, WG, false, R, P> { tile, kind })
-                )
+                rows!(r, [4, 5, 6], isa.run(IntTile::<Bytes<0>, S, XG, WG, false, R, 2> { tile, kind }))
             } else {
-                shapes!(
-                    r,
-                    p,
-                    [4 x 2, 5 x 2, 6 x 2, 7 x 2, 4 x 1, 5 x 1, 6 x 1, 7 x 1],
-                    isa.run(IntTile::<Bytes<0>, S, XG, WG, false, R, P> { tile, kind })
-                )
+                rows!(r, [4, 5, 6, 7], isa.run(IntTile::<Bytes<0>, S, XG, WG, false, R, 2> { tile, kind }))
             }
+        } else if const { I::LARGE && L::NIBBLES } {
+            let kind = PhantomData;
+            rows!(r, [4, 5, 6], isa.run(IntTile::<L, S, XG, WG, false, R, 2> { tile, kind }))
         } else if const { I::LARGE } {
-            shapes!(
-                r,
-                p,
-                [4 x 2, 5 x 2, 6 x 2, 4 x 1, 5 x 1, 6 x 1],
-                if L::NIBBLES {
-                    isa.run(IntTile::<L, S, XG, WG, false, R, P> { tile, kind: PhantomData })
-                } else {
-                    isa.run(IntTile::<L::Unpacked, S, XG, WG, false, R, P> { tile, kind: PhantomData })
-                }
-            )
+            let kind = PhantomData;
+            rows!(r, [4, 5, 6], isa.run(IntTile::<L::Unpacked, S, XG, WG, false, R, 2> { tile, kind }))
         } else {
-            shapes!(
-                r,
-                p,
-                [3 x 1, 4 x 1, 5 x 1, 6 x 1],
-                isa.run(IntTile::<L::Unpacked, S, XG, WG, false, R, P> { tile, kind: PhantomData })
-            )
+            let kind = PhantomData;
+            rows!(r, [3, 4, 5, 6], isa.run(IntTile::<L::Unpacked, S, XG, WG, false, R, 1> { tile, kind }))
         }
     }
 }
@@ -252,6 +228,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     type Lines = L;
     const INTEGERS: bool = false;
     const LIGHT: bool = L::OPERANDS == 1;
+    const GROUPED: bool = scaled::span(SCALED).1 > 0;
     const STREAMS: bool = true;
     const ONE_STREAM: usize = 0;
     const SCALED_BLOCKS: usize = 1;
@@ -276,57 +253,39 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         L::OPERANDS * <Self as Path<I>>::WIDENED > 1
     }
 
-    fn unpack(isa: I, from: [&[u8]; 2], line_step: usize, to: &mut [u8]) {
+    fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]) {
         if const { <Self as Path<I>>::WIDENED > 1 } {
-            isa.run(Unpack::<L, BLOCK, true> { from, line_step, to, lines: PhantomData });
+            isa.run(Unpack::<L, BLOCK, true> { from, to, lines: PhantomData });
         } else {
-            isa.run(Unpack::<L, BLOCK, false> { from, line_step, to, lines: PhantomData });
+            isa.run(Unpack::<L, BLOCK, false> { from, to, lines: PhantomData });
         }
     }
 
-    fn stream(isa: I, r: usize, p: usize, tile: Tile<'_>) {
-        // Shapes that only bundles have: all of one, or, with the registers that a tile unit's order takes, half of one.
-        if const { L::BUNDLE == 4 && I::TILES } && (r, p) == (2, 2) {
-            isa.run(FloatTile::<L, SCALED, true, 2, 2> { tile, kind: PhantomData })
-        } else if const { L::BUNDLE == 4 && I::LARGE } && (3..=4).contains(&r) && p == L::BUNDLE {
-            shapes!(r, p, [3 x 4, 4 x 4], isa.run(FloatTile::<L, SCALED, true, R, P> { tile, kind: PhantomData }))
-        } else {
-            stream_shapes!(I::LARGE, r, p, isa.run(FloatTile::<L, SCALED, true, R, P> { tile, kind: PhantomData }))
-        }
+    fn stream(isa: I, r: usize, tile: Tile<'_>) {
+        let kind = PhantomData;
+        stream_shapes!(I, Self, r, isa.run(FloatTile::<L, SCALED, true, R, P> { tile, kind }))
     }
 
-    fn cached(isa: I, r: usize, p: usize, _: bool, tile: Tile<'_>) {
+    fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
         if const { I::TILES && L::BF16 } {
             let (columns, record) = scaled::span(SCALED);
             let spans = Spans { bf16: true, columns: (record > 0).then_some(columns), record, blocks: 1 };
-            tiled::cached(isa, (r, p), tile, spans, |r, p, tile| {
-                summed_shapes!(r, p, isa.run(FloatTile::<Summed, SCALED, false, R, P> { tile, kind: PhantomData }))
+            tiled::cached(isa, r, tile, spans, |r, tile| {
+                let kind = PhantomData;
+                rows!(r, [1, 2, 3, 4], isa.run(FloatTile::<Summed, SCALED, false, R, 2> { tile, kind }))
             });
         } else if const { I::LARGE && widens_in_tile::<I, L>() } {
-            shapes!(
-                r,
-                p,
-                [4 x 2, 5 x 2, 6 x 2, 7 x 2, 8 x 2, 4 x 1, 5 x 1, 6 x 1, 7 x 1, 8 x 1],
-                isa.run(FloatTile::<L, SCALED, false, R, P> { tile, kind: PhantomData })
-            )
+            let kind = PhantomData;
+            rows!(r, [4, 5, 6, 7, 8], isa.run(FloatTile::<L, SCALED, false, R, 2> { tile, kind }))
+        } else if const { I::LARGE && <Self as Path<I>>::WIDENED > 1 } {
+            let kind = PhantomData;
+            rows!(r, [6, 7, 8, 9, 10, 11, 12], isa.run(FloatTile::<F32Lines, SCALED, false, R, 2> { tile, kind }))
         } else if const { I::LARGE } {
-            shapes!(
-                r,
-                p,
-                [6 x 2, 7 x 2, 8 x 2, 9 x 2, 10 x 2, 11 x 2, 12 x 2, 6 x 1, 7 x 1, 8 x 1, 9 x 1, 10 x 1, 11 x 1, 12 x 1],
-                if const { <Self as Path<I>>::WIDENED > 1 } {
-                    isa.run(FloatTile::<F32Lines, SCALED, false, R, P> { tile, kind: PhantomData })
-                } else {
-                    isa.run(FloatTile::<L::Unpacked, SCALED, false, R, P> { tile, kind: PhantomData })
-                }
-            )
+            let kind = PhantomData;
+            rows!(r, [6, 7, 8, 9, 10, 11, 12], isa.run(FloatTile::<L::Unpacked, SCALED, false, R, 2> { tile, kind }))
         } else {
-            shapes!(
-                r,
-                p,
-                [3 x 1, 4 x 1, 5 x 1, 6 x 1],
-                isa.run(FloatTile::<L::Unpacked, SCALED, false, R, P> { tile, kind: PhantomData })
-            )
+            let kind = PhantomData;
+            rows!(r, [3, 4, 5, 6], isa.run(FloatTile::<L::Unpacked, SCALED, false, R, 1> { tile, kind }))
         }
     }
 }
@@ -392,7 +351,7 @@ impl Product<'_> {
     pub fn on<I: Isa, K: Path<I>>(self, isa: I, layout: fn(Format, usize) -> Layout) {
         let Outputs { of: weights, range, next, next_inputs } = self.outputs;
         assert_eq!(self.out.len(), self.rows.len() * range.len(), "output of another shape");
-        assert!(range.start.is_multiple_of(PANEL) && range.end <= weights.rows(), "outputs out of range");
+        assert!(range.start.is_multiple_of(MOST_PANELS * PANEL) && range.end <= weights.rows(), "outputs out of range");
         assert!(self.rows.end <= self.inputs.rows(), "rows out of range");
         if self.out.is_empty() {
             return;
@@ -400,25 +359,20 @@ impl Product<'_> {
         let layout_of = |weights: &Weights| layout(weights.format(), weights.cols());
         let layout = layout_of(weights);
         assert!(layout.bundle == K::Lines::BUNDLE && (layout.bundle == 1 || K::unpacked(isa, self.rows.len())));
-        let stride = layout.stride();
+        let (stride, step) = (layout.stride(), layout.step());
         let packed = weights.bytes();
         let (n, width) = (self.rows.len(), range.len());
-        let panels_of = |weights: &Weights| weights.rows().div_ceil(PANEL);
-        let all_panels = panels_of(weights);
-        // Where the panel is that begins with output `done` of the product.
-        let panel_at = |done: usize| layout.panel_at(range.start / PANEL + done / PANEL, all_panels);
+        assert!(packed.len() >= panels(weights.rows()) * layout.panel_bytes, "packed otherwise");
+        let panel_at = |done: usize| layout.panel_at((range.start + done) / PANEL);
         // A panel from a byte on; nothing where no lines lie apart.
-        let from = |at: PanelAt, line: usize| packed.get(at.start + spread(line, at.step)..).unwrap_or_default();
+        let from = |at: usize, line: usize| packed.get(at + spread(line, step)..).unwrap_or_default();
         // Where what comes after `done` outputs begins, of this product or of the next one, and how far apart its lines are.
         let following = |done: usize| match next {
             Some((weights, first)) if done >= width => {
-                let at = layout_of(weights).panel_at(first / PANEL, panels_of(weights));
-                (weights.bytes().as_ptr().wrapping_add(at.start), at.step)
+                let layout = layout_of(weights);
+                (weights.bytes().as_ptr().wrapping_add(layout.panel_at(first / PANEL)), layout.step())
             }
-            _ => {
-                let at = panel_at(done);
-                (packed.as_ptr().wrapping_add(at.start), at.step)
-            }
+            _ => (packed.as_ptr().wrapping_add(panel_at(done)), step),
         };
         let block_bytes = self.inputs.layout().block_bytes();
         let input_stride = self.inputs.rows() * block_bytes;
@@ -428,17 +382,15 @@ impl Product<'_> {
         let group = layout.group.unwrap_or(BLOCK);
         // Where the scales of groups begin for block `start`, and how many columns the first of them has left. Divisions: not for each panel.
         let scales_at = |start: usize| (layout.first_record(start), group - start * BLOCK % group);
-        let ahead = Ahead::of(n, 1, K::INTEGERS, false);
         // A tile of some panels, the first of which is at `at`, from block `start` on, of all rows.
-        let part = |at: PanelAt, start: usize, blocks: usize, (group_at, group_left): (usize, usize)| Tile {
+        let part = |at: usize, start: usize, blocks: usize, (group_at, group_left): (usize, usize)| Tile {
             weights: [&[]; 2],
             weight_stride: stride,
-            line_step: at.step,
             unit: layout.unit,
             line_skip: layout.head,
-            panel: &packed[at.start..],
+            panel: &packed[at..],
             panel_stride: stride,
-            panel_step: at.step,
+            panel_step: step,
             outputs_at: layout.outputs_at,
             group_at,
             group,
@@ -456,42 +408,37 @@ impl Product<'_> {
             out_stride: width,
             width: 0,
             after: std::ptr::null(),
-            ahead,
+            ahead: Ahead::NONE,
             later: &later,
             sums: &mut [],
             last: start + blocks == layout.blocks,
-        };
-        // Panels to do next: `most`, or one where fewer are left.
-        let next_panels = |done: usize, most: usize, at: PanelAt| {
-            if (width - done).div_ceil(PANEL).min(at.left) >= most { most } else { 1 }
         };
         let mut done = 0;
         if const { K::STREAMS } && n <= isa.stream_rows() {
             later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
             later.spread(1);
             later.ask(Level::Second);
-            let most = stream_panels::<I, K>(n, &layout);
-            let (lines_at, scales_at, ahead_of_most) =
-                (layout.lines_at(0), scales_at(0), Ahead::of(n, most, K::INTEGERS, most > 1 && most == layout.bundle));
+            let panels = stream_panels::<I, K>(n);
+            let (lines_at, scales_at) = (layout.lines_at(0), scales_at(0));
+            let ahead = Ahead::of(n, panels, K::INTEGERS, panels > 1 && panels == layout.bundle);
             while done < width {
                 let at = panel_at(done);
-                let panels = next_panels(done, most, at);
                 let tile = Tile {
                     weights: lines_at.map(|line| from(at, line)),
                     after: following(done + panels * PANEL).0,
-                    ahead: if panels == most { ahead_of_most } else { ahead },
+                    ahead,
                     out: &mut self.out[done..],
                     width: (width - done).min(panels * PANEL),
                     ..part(at, 0, layout.blocks, scales_at)
                 };
-                K::stream(isa, n, panels, tile);
+                K::stream(isa, n, tile);
                 done += panels * PANEL;
             }
             return;
         }
 
         let unpack = K::unpacked(isa, n);
-        let most_panels = if I::LARGE { 2 } else { 1 };
+        let panels = cached_panels::<I>();
         let operand_block = if unpack {
             layout.lines.iter().sum::<usize>() / K::Lines::PLANES.iter().sum::<usize>()
                 * K::Lines::OPERANDS
@@ -501,12 +448,12 @@ impl Product<'_> {
             layout.head / layout.unit + layout.lines[0] + layout.lines[1]
         };
         // Parts of as many blocks each: a last one with few would have the same to begin and to end, and more to ask for with each block.
-        let most_blocks = (CACHED / (most_panels * operand_block)).clamp(1, layout.blocks);
+        let most_blocks = (CACHED / (panels * operand_block)).clamp(1, layout.blocks);
         let most_blocks =
             layout.blocks.div_ceil(layout.blocks.div_ceil(most_blocks)).next_multiple_of(K::SCALED_BLOCKS);
         let unpacked_stride = most_blocks * operand_block;
         let sums = if I::TILES { SUMS_SIZE } else { 0 };
-        let buffer = self.scratch.panel.get(sums + if unpack { most_panels * unpacked_stride } else { 0 });
+        let buffer = self.scratch.panel.get(sums + if unpack { panels * unpacked_stride } else { 0 });
         let (sums, buffer) = buffer.split_at_mut(sums);
         let tiles = tiles::<I>(n, K::rows(isa, n));
         // `larger` of one row more, then the others.
@@ -515,7 +462,6 @@ impl Product<'_> {
         let together = |tiles: usize| if I::TILES { 1 } else { tiles };
         while done < width {
             let at = panel_at(done);
-            let panels = next_panels(done, most_panels, at);
             for start in (0..layout.blocks).step_by(most_blocks) {
                 let blocks = most_blocks.min(layout.blocks - start);
                 let scales = scales_at(start);
@@ -525,13 +471,13 @@ impl Product<'_> {
                         for (block, to) in (start..).zip(to.chunks_exact_mut(operand_block)) {
                             let lines =
                                 layout.lines_at(block).map(|line| from(at, line).get(p * stride..).unwrap_or_default());
-                            K::unpack(isa, lines, at.step, to);
+                            K::unpack(isa, lines, to);
                         }
                     }
                 }
                 // What comes next: the next columns, or the first ones of the next panels, and part of the next inputs.
                 let ((ahead, step_ahead), start_ahead) = match start + blocks {
-                    next if next < layout.blocks => ((packed[at.start..].as_ptr(), at.step), next),
+                    next if next < layout.blocks => ((packed[at..].as_ptr(), step), next),
                     _ => (following(done + panels * PANEL), 0),
                 };
                 let blocks_ahead = most_blocks.min(layout.blocks - start_ahead);
@@ -569,7 +515,6 @@ impl Product<'_> {
                             layout.lines_at(start).map(|line| from(at, line))
                         },
                         weight_stride: if unpack { unpacked_stride } else { stride },
-                        line_step: LINE,
                         line_skip: if unpack { 0 } else { part.line_skip },
                         inputs: &part.inputs[first * block_bytes..],
                         out: &mut self.out[first * width + done..],
@@ -578,7 +523,7 @@ impl Product<'_> {
                         sums,
                         ..part
                     };
-                    K::cached(isa, rows, panels, unpack || K::LIGHT, tile);
+                    K::cached(isa, rows, unpack || K::LIGHT, tile);
                     first += rows * row_tiles;
                 }
             }
@@ -605,20 +550,19 @@ impl Product<'_> {
         let columns = matrix.cols() / SUPER;
         let few = !I::TILES && n <= isa.stream_rows();
         let direct = few && n <= DIRECT_ROWS;
-        let most_panels = if I::LARGE && !few { 2 } else { 1 };
+        let panels = if few { 1 } else { cached_panels::<I>() };
         let cached = if few { FEW } else { CACHED };
-        let most_columns = (cached / (most_panels * SUPER * PANEL)).clamp(1, columns.max(1));
+        let most_columns = (cached / (panels * SUPER * PANEL)).clamp(1, columns.max(1));
         let line_bytes = most_columns * SUPER * PANEL;
         let record_bytes = most_columns * SUPER / G * F32Scale::RECORD;
         let stride = line_bytes + record_bytes;
         let sums = if I::TILES { SUMS_SIZE } else { 0 };
-        let (sums, buffer) = self.scratch.panel.get(sums + most_panels * stride).split_at_mut(sums);
+        let (sums, buffer) = self.scratch.panel.get(sums + panels * stride).split_at_mut(sums);
         let tiles = if few { 1 } else { n.div_ceil(<Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::rows(isa, n)) };
         let mut rows = [Row::EMPTY; PANEL];
         let (later, nothing) = (Later::default(), Later::default());
         let mut done = 0;
         while n > 0 && done < width {
-            let panels = if (width - done).div_ceil(PANEL) >= most_panels { most_panels } else { 1 };
             // The outputs that come next, all in one piece of memory, of which each step reads a bit here and there, so that the hardware
             // does not see what is wanted. They are asked for as outputs are decoded; with many rows, as tiles pass over those.
             let following = match next {
@@ -658,9 +602,12 @@ impl Product<'_> {
                 done += PANEL;
                 continue;
             }
+            // Where fewer panels are left than a tile has, the last one of them is all it has.
+            let present = (width - done).div_ceil(PANEL).min(panels);
+            let tile_stride = if present < panels { 0 } else { stride };
             for start in (0..columns).step_by(most_columns) {
                 let now = most_columns.min(columns - start);
-                for p in 0..panels {
+                for p in 0..present {
                     let (lines, records) = buffer[p * stride..][..stride].split_at_mut(line_bytes);
                     let first = range.start + done + p * PANEL;
                     let lines = &mut lines[..now * SUPER * PANEL];
@@ -677,12 +624,11 @@ impl Product<'_> {
                     let first_block = start * SUPER / BLOCK;
                     let tile = Tile {
                         weights: [&*buffer, &[]],
-                        weight_stride: stride,
-                        line_step: LINE,
+                        weight_stride: tile_stride,
                         unit: 1,
                         line_skip: 0,
                         panel: &*buffer,
-                        panel_stride: stride,
+                        panel_stride: tile_stride,
                         panel_step: LINE,
                         outputs_at: 0,
                         group_at: line_bytes,
@@ -707,9 +653,9 @@ impl Product<'_> {
                         last: start + now == columns,
                     };
                     if const { !I::TILES } && few {
-                        Ints::<Bytes<0>, F32Scale, G, G>::stream(isa, rows.len(), panels, tile);
+                        Ints::<Bytes<0>, F32Scale, G, G>::stream(isa, rows.len(), tile);
                     } else {
-                        Ints::<Bytes<0>, F32Scale, G, G>::cached(isa, rows.len(), panels, true, tile);
+                        Ints::<Bytes<0>, F32Scale, G, G>::cached(isa, rows.len(), true, tile);
                     }
                 }
             }
@@ -721,7 +667,7 @@ impl Product<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::isa::{Avx2, Vnni, stream_rows};
+    use crate::isa::{Avx2, Vnni};
 
     /// Every number of rows that does not stream is cut into tiles that are compiled.
     #[test]

@@ -29,8 +29,6 @@ pub struct Tile<'a> {
     pub weights: [&'a [u8]; 2],
     /// See `weights`.
     pub weight_stride: usize,
-    /// Bytes from a line of a panel to the next one.
-    pub line_step: usize,
     /// Blocks after which lines and scales of groups go on elsewhere: 1, 2 or 4.
     pub unit: usize,
     /// Bytes between the lines of such blocks and those of the next ones.
@@ -71,7 +69,7 @@ pub struct Tile<'a> {
     pub out: &'a mut [f32],
     /// See `out`.
     pub out_stride: usize,
-    /// Outputs to write: the last panel may be cut.
+    /// Outputs to write: the last panel of them may be cut, and others may be there that pad the matrix.
     pub width: usize,
     /// When lines stream: the panels that come next.
     pub after: *const u8,
@@ -86,8 +84,10 @@ pub struct Tile<'a> {
     pub last: bool,
 }
 
-/// What a tile reads of a panel, beside its lines.
+/// What a tile reads of a panel, beside its lines, which are so many bytes apart.
 struct Reads {
+    /// Bytes from a line to the next one.
+    line_step: usize,
     /// Bytes of scales, from the start of the panel.
     scales: usize,
     /// Bytes of a block of an input row.
@@ -102,13 +102,13 @@ impl Tile<'_> {
         let r = r * self.row_tiles;
         let skips = [self.units_before(self.blocks - 1) * self.line_skip, 0];
         for ((weights, skips), bytes) in self.weights.iter().zip(skips).zip(block_bytes) {
-            let last = |bytes| (p - 1) * self.weight_stride + spread(bytes - 1, self.line_step);
+            let last = |bytes| (p - 1) * self.weight_stride + spread(bytes - 1, reads.line_step);
             assert!(bytes == 0 || weights.len() > last(self.blocks * bytes + skips));
         }
         let last = |bytes| (p - 1) * self.panel_stride + spread(bytes - 1, self.panel_step);
         assert!(reads.scales == 0 || self.panel.len() > last(reads.scales));
         assert!(self.inputs.len() >= (self.blocks - 1) * self.input_stride + r * reads.input);
-        assert!(self.width <= p * PANEL && self.width > (p - 1) * PANEL);
+        assert!(self.width <= p * PANEL);
         assert!(self.out.len() >= (r - 1) * self.out_stride + self.width);
     }
 
@@ -130,14 +130,6 @@ impl Tile<'_> {
         block * bytes + self.units_before(block) * self.line_skip
     }
 
-    /// [`Tile::line_step`] of lines `L`, as a constant where there is a whole bundle, so that addresses need no registers.
-    #[inline(always)]
-    fn line_step<L: Lines, const P: usize>(&self) -> usize {
-        let step = if L::BUNDLE == 1 || P == L::BUNDLE { L::BUNDLE * LINE } else { self.line_step };
-        assert!(step == self.line_step);
-        step
-    }
-
     /// Where byte `at` of panel `p` is.
     #[inline(always)]
     fn panel_at(&self, p: usize, at: usize) -> *const u8 {
@@ -156,12 +148,13 @@ impl Tile<'_> {
         (self.ahead.bytes / P).div_ceil(block_bytes[0] + block_bytes[1])
     }
 
-    /// From a line of a block to the line that is to be prefetched, and from one that lies apart; `block_bytes` from one block to the next.
+    /// From a line of a block to the line that is to be prefetched, and from one that lies apart, if lines are `line_step` bytes apart; `block_bytes` from
+    /// one block to the next.
     #[inline(always)]
-    fn ahead<const P: usize>(&self, block: usize, block_bytes: [usize; 2]) -> [usize; 2] {
+    fn ahead<const P: usize>(&self, block: usize, block_bytes: [usize; 2], line_step: usize) -> [usize; 2] {
         let blocks = self.blocks_ahead::<P>(block_bytes);
         block_bytes.map(|bytes| {
-            let (ahead, all) = (spread(blocks * bytes, self.line_step), spread(self.blocks * bytes, self.line_step));
+            let (ahead, all) = (spread(blocks * bytes, line_step), spread(self.blocks * bytes, line_step));
             if block + blocks < self.blocks { ahead } else { self.following().wrapping_add(ahead).wrapping_sub(all) }
         })
     }
@@ -230,10 +223,9 @@ impl Tile<'_> {
         if self.first_block > 0 {
             for (r, total) in total.iter_mut().enumerate() {
                 for (p, total) in total.iter_mut().enumerate() {
-                    // SAFETY: `check` saw that `width` outputs of all rows fit, and that all panels begin before `width`.
-                    let from = unsafe { self.out.as_ptr().add((first + r) * self.out_stride + p * PANEL) };
-                    // SAFETY: as above; cut at `width`.
-                    *total = unsafe { isa.load_first(from, self.width - p * PANEL) };
+                    let from = self.out.as_ptr().wrapping_add((first + r) * self.out_stride + p * PANEL);
+                    // SAFETY: `check` saw that `width` outputs of all rows fit; cut there.
+                    *total = unsafe { isa.load_first(from, self.width.saturating_sub(p * PANEL)) };
                 }
             }
         }
@@ -262,10 +254,9 @@ impl Tile<'_> {
                     // SAFETY: `check` saw the scales of P panels.
                     v = isa.mul(v, isa.as_f32(unsafe { isa.load(at) }));
                 }
-                // SAFETY: `check` saw that `width` outputs of all rows fit, and that all panels begin before `width`.
-                let to = unsafe { self.out.as_mut_ptr().add((first + r) * self.out_stride + p * PANEL) };
-                // SAFETY: as above; cut at `width`.
-                unsafe { isa.store_first(to, self.width - p * PANEL, v) };
+                let to = self.out.as_mut_ptr().wrapping_add((first + r) * self.out_stride + p * PANEL);
+                // SAFETY: `check` saw that `width` outputs of all rows fit; cut there.
+                unsafe { isa.store_first(to, self.width.saturating_sub(p * PANEL), v) };
             }
         }
     }
@@ -337,8 +328,6 @@ struct Place {
     x: *const u8,
     /// Bytes of a block.
     input_bytes: usize,
-    /// Bytes from a line to the next one.
-    line_step: usize,
     /// From a line to the one to ask for, and from one that lies apart.
     ahead: [usize; 2],
 }
@@ -451,7 +440,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 *sums = acc;
             }
         }
-        *line = Steps::<L, XG>::after(*line, 1, at.line_step);
+        *line = Steps::<L, XG>::after(*line, 1);
     }
 
     /// Adds the products of a step of `XG` columns, which begin with column `k` of a block, to `acc`; of high nibbles [apart](Self::apart) to the
@@ -469,7 +458,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         [acc, high]: [&mut [[I::Int; P]; R]; 2],
     ) {
         let apart = Self::apart::<I>();
-        let Place { x, input_bytes, line_step, ahead } = at;
+        let Place { x, input_bytes, ahead } = at;
         let mut w = [[isa.splat(0); 2]; P];
         for (p, w) in w.iter_mut().enumerate() {
             let line = line.map(|line| line.wrapping_add(p * if L::BUNDLE > 1 { LINE } else { t.weight_stride }));
@@ -477,8 +466,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 // The lines that begin here, counted from those of the first step: two at most. No loop: compilers would keep it.
                 let bytes = Steps::<L, XG>::STEP[i];
                 let (first, end) = ((step * bytes).div_ceil(LINE), ((step + 1) * bytes).div_ceil(LINE));
-                let at =
-                    |n: usize| line[i].wrapping_add(Steps::<L, XG>::spread(n * LINE, line_step)).wrapping_add(ahead[i]);
+                let at = |n: usize| line[i].wrapping_add(Steps::<L, XG>::spread(n * LINE)).wrapping_add(ahead[i]);
                 if ASKS && first < end {
                     t.ahead.ask(at(first));
                 }
@@ -488,7 +476,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             }
             // SAFETY: a step of panel `p`, by the caller's promise.
             *w = unsafe {
-                let at = Steps::<L, XG>::at(line, step, line_step);
+                let at = Steps::<L, XG>::at(line, step);
                 if apart {
                     let line = isa.load(at[0]);
                     [isa.and(line, isa.splat(LOW_NIBBLES)), isa.and(line, isa.splat(!LOW_NIBBLES))]
@@ -560,6 +548,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let scaled = if S::WORDS == 2 { 2 * XG } else { XG };
         let sums_at = BLOCK + BLOCK / scaled * 4;
         let input_bytes = sums_at + BLOCK / XG * 4;
+        let line_step = L::BUNDLE * LINE;
         let steps = if L::SUMMED { 0 } else { BLOCK / XG * Steps::<L, XG>::COUNT };
         let block_bytes = Steps::<L, XG>::STEP.map(|bytes| steps * bytes);
         let mut scales = if S::OUTPUTS { t.outputs_at + PANEL * 4 } else { 0 };
@@ -574,7 +563,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         if S::SUPER > 0 {
             scales = scales.max(t.supers_at + ((t.first_block + t.blocks) * BLOCK).div_ceil(SUPER) * S::SUPER);
         }
-        t.check(R, P, block_bytes, Reads { scales, input: input_bytes });
+        t.check(R, P, block_bytes, Reads { line_step, scales, input: input_bytes });
         if L::SUMMED {
             assert!(t.row_tiles == 1);
             t.check_sums(R, P, t.blocks * (BLOCK / XG));
@@ -591,7 +580,6 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             _ => 1,
         };
         let (words, word_zero) = (isa.splat(0xffff), isa.splat(WORD_ZERO));
-        let line_step = t.line_step::<L, P>();
         // Where byte `at` of panel `p` is. Whether what is unpacked came from a bundle is not known before.
         let (panel, panel_stride, panel_step) = (t.panel.as_ptr(), t.panel_stride, t.panel_step);
         let scales_at = |p: usize, at: usize| {
@@ -609,8 +597,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         if STREAM {
             t.ask_front::<P>();
             if !ASKS {
-                let end =
-                    Steps::<L, XG>::spread(t.lines_before(t.blocks - 1, block_bytes[0]) + block_bytes[0], line_step);
+                let end = Steps::<L, XG>::spread(t.lines_before(t.blocks - 1, block_bytes[0]) + block_bytes[0]);
                 t.ask_next(t.weights[0].as_ptr().wrapping_add(end));
             }
         }
@@ -637,14 +624,14 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     }
                     scaled_words = [[isa.zero(); P]; R];
                 }
-                let ahead = if ASKS { t.ahead::<P>(block, stride) } else { [0; 2] };
+                let ahead = if ASKS { t.ahead::<P>(block, stride, line_step) } else { [0; 2] };
                 if ASKS {
                     t.ask_next_front::<P>(block, stride);
                 }
                 if STREAM && (P == 1 || L::BUNDLE > 1) && t.line_skip > 0 && block & (Self::HEAD.0 - 1) == 0 {
                     // The scales in the order of addresses, and not between lines.
                     for i in 0..Self::HEAD.1 {
-                        let before = Steps::<L, XG>::spread((Self::HEAD.1 - i) * LINE, line_step);
+                        let before = Steps::<L, XG>::spread((Self::HEAD.1 - i) * LINE);
                         for p in 0..P {
                             let at = line[0].wrapping_sub(before).wrapping_add(p * LINE);
                             if ASKS { t.ahead.ask(at.wrapping_add(ahead[0])) } else { prefetch_now(at) }
@@ -704,7 +691,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                     }
                                 }
                             }
-                            let at = Place { x, input_bytes, line_step, ahead };
+                            let at = Place { x, input_bytes, ahead };
                             // SAFETY: `XG` columns from column `k + h * XG` on, in bounds as said above.
                             unsafe {
                                 let at = (&mut line, at, k + h * XG);
@@ -806,7 +793,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 if !Self::UNITS || (t.first_block + block + 1) & (t.unit - 1) == 0 {
                     record += t.record_skip;
                     if !L::SUMMED {
-                        line[0] = line[0].wrapping_add(Steps::<L, XG>::spread(t.line_skip, line_step));
+                        line[0] = line[0].wrapping_add(Steps::<L, XG>::spread(t.line_skip));
                     }
                 }
             }
@@ -951,7 +938,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let (span, record) = scaled::span(SCALED);
         let spans = if record > 0 { t.blocks * (BLOCK / span) } else { 1 };
         assert!(t.row_tiles == 1);
-        t.check(R, P, [0; 2], Reads { scales: self.scales(), input: 0 });
+        t.check(R, P, [0; 2], Reads { line_step: LINE, scales: self.scales(), input: 0 });
         t.check_sums(R, P, spans);
 
         // From here on every read is in bounds: there is a sum and a scale for every span.
@@ -1006,11 +993,12 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let block_bytes = [BLOCK / per_operand / L::OPERANDS * LINE, 0];
         let (span, record) = scaled::span(SCALED);
         let scales = self.scales();
-        t.check(R, P, block_bytes, Reads { scales, input: input_bytes });
+        let line_step = L::BUNDLE * LINE;
+        t.check(R, P, block_bytes, Reads { line_step, scales, input: input_bytes });
         if STREAM {
             t.ask_front::<P>();
             if !ASKS {
-                let end = spread(t.blocks * block_bytes[0] + (t.blocks - 1) * t.line_skip, t.line_step);
+                let end = spread(t.blocks * block_bytes[0] + (t.blocks - 1) * t.line_skip, line_step);
                 t.ask_next(t.weights[0].as_ptr().wrapping_add(end));
             }
         }
@@ -1021,17 +1009,16 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let mut total = t.begin::<I, R, P>(isa, first);
         let mut line = t.weights[0].as_ptr();
         let mut x = t.inputs.as_ptr().wrapping_add(first * input_bytes);
-        let line_step = t.line_step::<L, P>();
         let stride = [block_bytes[0] + t.line_skip, 0];
         for block in 0..t.blocks {
-            let ahead = if ASKS { t.ahead::<P>(block, stride)[0] } else { 0 };
+            let ahead = if ASKS { t.ahead::<P>(block, stride, line_step)[0] } else { 0 };
             if ASKS {
                 t.ask_next_front::<P>(block, stride);
             }
             if STREAM && SCALED == scaled::GROUPS {
                 // The scales before lines, in the order of addresses.
                 for i in 0..P {
-                    let at = line.wrapping_sub(spread(t.line_skip, t.line_step)).wrapping_add(i * LINE);
+                    let at = line.wrapping_sub(spread(t.line_skip, line_step)).wrapping_add(i * LINE);
                     if ASKS { t.ahead.ask(at.wrapping_add(ahead)) } else { prefetch_now(at) }
                 }
             }
@@ -1100,7 +1087,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                     total = sums;
                 }
             }
-            line = line.wrapping_add(spread(t.line_skip, t.line_step));
+            line = line.wrapping_add(spread(t.line_skip, line_step));
             x = x.wrapping_add(t.input_stride);
         }
         total

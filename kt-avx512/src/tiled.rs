@@ -22,6 +22,8 @@ use crate::tile::Tile;
 
 /// Rows of a tile.
 pub const TILE_ROWS: usize = 16;
+/// Panels whose products a unit makes.
+pub const TILE_PANELS: usize = 2;
 /// Bytes of a tile.
 pub const TILE_BYTES: usize = TILE_ROWS * LINE;
 /// Bytes of the sums of a span of columns: four tiles, of rows 0..16 with both panels, then of rows 16..32.
@@ -35,7 +37,7 @@ pub(crate) const CHAIN: usize = LINE / 2;
 /// Rows whose totals are in registers at the same time.
 const ROWS: usize = 4;
 
-/// What a tile unit multiplies: up to 32 input rows with one panel or two, step by step of up to 64 bytes of a row.
+/// What a tile unit multiplies: up to 32 input rows with two panels, step by step of up to 64 bytes of a row.
 ///
 /// Step `s` of block `b` of row `r` is at `inputs + b * block_stride + r * row_stride + s * step_bytes`. The lines of a block, `step_bytes / 4`
 /// for each step, come one after the other, and `line_skip` bytes after them those of the next one; those of panel `p` begin at `lines + p *
@@ -46,8 +48,6 @@ pub struct TileProduct {
     pub bf16: bool,
     /// Rows: 1 to 32.
     pub rows: usize,
-    /// Panels: 1 or 2.
-    pub panels: usize,
     /// Bytes of a row in a step: 16, 32 or 64.
     pub step_bytes: usize,
     /// Blocks, at least 1.
@@ -69,7 +69,7 @@ pub struct TileProduct {
     /// See above.
     pub panel_stride: usize,
     /// Where sums go: that of row `r`, panel `p` and span `n` are 64 bytes at
-    /// `n * SUMS_BYTES + (r / 16 * 2 + p) * TILE_BYTES + r % 16 * 64`. Absent rows and panels are left alone.
+    /// `n * SUMS_BYTES + (r / 16 * 2 + p) * TILE_BYTES + r % 16 * 64`. Absent rows are left alone.
     pub sums: *mut u8,
     /// Whether the first sums begin with what is there, and not with zeros.
     pub from_sums: bool,
@@ -101,13 +101,7 @@ pub(crate) struct Spans {
 
 /// Runs a tile of up to 32 rows x 2 panels of unpacked lines. `rest` runs tiles of up to [`ROWS`] rows over the sums.
 #[inline(always)]
-pub(crate) fn cached<I: Isa>(
-    isa: I,
-    (rows, panels): (usize, usize),
-    mut tile: Tile<'_>,
-    spans: Spans,
-    rest: impl Fn(usize, usize, Tile<'_>),
-) {
+pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, spans: Spans, rest: impl Fn(usize, Tile<'_>)) {
     // Bytes of a block in a row, and in the lines of a panel.
     let row_bytes = if spans.bf16 { BLOCK * 2 } else { BLOCK };
     let line_bytes = row_bytes * PANEL;
@@ -117,16 +111,10 @@ pub(crate) fn cached<I: Isa>(
     let step_bytes = spans.columns.map_or(LINE, |columns| (columns * row_bytes / BLOCK).min(LINE));
     let steps = row_bytes / step_bytes;
     let row_stride = tile.row_bytes;
-    assert!(
-        tile.row_tiles == 1
-            && rows > 0
-            && rows <= 2 * TILE_ROWS
-            && (panels == 1 || panels == 2)
-            && tile.sums.len() == SUMS_SIZE
-    );
+    assert!(tile.row_tiles == 1 && rows > 0 && rows <= 2 * TILE_ROWS && tile.sums.len() == SUMS_SIZE);
     assert!(row_stride >= row_bytes);
     let end = tile.lines_before(tile.blocks - 1, line_bytes) + line_bytes;
-    assert!(tile.weights[0].len() >= (panels - 1) * tile.weight_stride + end);
+    assert!(tile.weights[0].len() >= (TILE_PANELS - 1) * tile.weight_stride + end);
     assert!(tile.inputs.len() >= (tile.blocks - 1) * tile.input_stride + rows * row_stride);
     let sums = std::mem::take(&mut tile.sums);
     let mut start = 0;
@@ -142,8 +130,10 @@ pub(crate) fn cached<I: Isa>(
         let from_sums = spans.columns.is_none() && tile.first_block > 0;
         if from_sums {
             for r in 0..rows {
-                for p in 0..panels {
-                    let totals = &tile.out[r * tile.out_stride + p * PANEL..][..PANEL.min(tile.width - p * PANEL)];
+                for p in 0..TILE_PANELS {
+                    let left = tile.width.saturating_sub(p * PANEL).min(PANEL);
+                    let at = r * tile.out_stride + p * PANEL;
+                    let totals = if left > 0 { &tile.out[at..][..left] } else { &[] };
                     let at = (r / TILE_ROWS * 2 + p) * TILE_BYTES + r % TILE_ROWS * LINE;
                     for (sum, total) in sums[at..].chunks_exact_mut(4).zip(totals) {
                         sum.copy_from_slice(&total.to_le_bytes());
@@ -155,7 +145,6 @@ pub(crate) fn cached<I: Isa>(
         let product = TileProduct {
             bf16: spans.bf16,
             rows,
-            panels,
             step_bytes,
             blocks,
             steps,
@@ -196,7 +185,7 @@ pub(crate) fn cached<I: Isa>(
                 sums: &mut [],
                 ..tile
             };
-            rest(now, panels, part);
+            rest(now, part);
             done += now;
         }
         start += blocks;

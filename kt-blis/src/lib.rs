@@ -44,6 +44,3 @@ fn open(path: Option<&Path>, cap: Tier) -> Result<CpuBackend<Blis>, Unsupported>
 fn open(_: Option<&Path>, _: Tier) -> Result<CpuBackend<kt_core::cpu::portable::Portable>, Unsupported> {
     Err(Unsupported::new("BLIS's products are used on x86-64 CPUs only"))
 }
-
-#[cfg(feature = "plugin")]
-kt_core::declare_backend!("blis", backend);

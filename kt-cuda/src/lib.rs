@@ -127,6 +127,3 @@ pub fn backend(_cap: Tier) -> Result<CudaBackend, Unsupported> {
 pub fn candidates() -> Vec<Candidate> {
     builder().candidates()
 }
-
-#[cfg(feature = "plugin")]
-kt_core::declare_backend!("cuda:0", backend);

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use kt_avx512::Avx;
-use kt_avx512::engine::{Bytes, E2M1_ZERO, E2m1, Ints, Isa, Job, Nibbles, Product};
+use kt_avx512::engine::{Bytes, E2M1_ZERO, E2m1, Ints, Isa, Job, MOST_PANELS, Nibbles, PANEL, Product, panels};
 use kt_core::activation::Activation;
 use kt_core::cpu::input::{BLOCK, InputLayout, Inputs, Sums};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
@@ -11,7 +11,7 @@ use kt_core::cpu::tier::Tier;
 use kt_core::{Format, Matrix, Unsupported};
 
 use crate::blocks::{Iq1M, Iq1S, Iq2S, Iq2Xs, Iq2Xxs, Iq3S, Iq3Xxs};
-use crate::layout::{self, PANEL, packed_layout};
+use crate::layout::{self, packed_layout};
 use crate::lines::{
     FiveBits, Half, HalfPower, InUnits, Iq1Codes, Iq2Codes, Iq3SCodes, Iq3XxsCodes, Iq4, NibblesWithMinima, Signed,
     SignedPairs, SixBits, ThreeBits, TwoBits, WithMinima,
@@ -36,8 +36,7 @@ impl Llamafile {
     }
 
     /// The same as on a CPU that has such ports.
-    #[cfg(test)]
-    pub(crate) fn with_ports(self, ports: kt_avx512::engine::Ports) -> Self {
+    pub fn with_ports(self, ports: kt_avx512::engine::Ports) -> Self {
         Llamafile { avx: self.avx.with_ports(ports), ..self }
     }
 
@@ -58,8 +57,8 @@ impl Llamafile {
 }
 
 impl Kernel for Llamafile {
-    /// A bundle of two; of formats that have none, fewer would do.
-    const PANEL: usize = 2 * PANEL;
+    /// The panels of the widest tile.
+    const PANEL: usize = MOST_PANELS * PANEL;
 
     fn tier(self) -> Tier {
         self.avx.tier()
@@ -98,7 +97,7 @@ impl Kernel for Llamafile {
     }
 
     fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize> {
-        (!self.uses_in_place(format)).then(|| rows.div_ceil(PANEL) * packed_layout(format, cols).panel_bytes)
+        (!self.uses_in_place(format)).then(|| panels(rows) * packed_layout(format, cols).panel_bytes)
     }
 
     fn in_place(self) -> Self {

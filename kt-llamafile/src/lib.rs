@@ -16,14 +16,14 @@ mod kernel;
 mod layout;
 #[cfg(target_arch = "x86_64")]
 mod lines;
-#[cfg(all(test, target_arch = "x86_64"))]
-mod tests;
 
 use kt_core::cpu::tier::Tier;
 use kt_core::{Backend, Unsupported};
 
 #[cfg(target_arch = "x86_64")]
 pub use kernel::{Llamafile, OfBlocks};
+#[cfg(target_arch = "x86_64")]
+pub use layout::as_packed;
 
 /// The backend `llamafile`, with the best instructions of this CPU up to `cap`.
 ///
@@ -44,6 +44,3 @@ pub fn backend(_cap: Tier) -> Result<impl Backend, Unsupported> {
         Err(Unsupported::new("AVX-512 and AVX2 need an x86-64 CPU"));
     declined
 }
-
-#[cfg(feature = "plugin")]
-kt_core::declare_backend!("llamafile", backend);

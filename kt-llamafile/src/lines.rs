@@ -300,7 +300,6 @@ impl Ratio {
     }
 
     /// The weight with these numbers.
-    #[cfg(test)]
     pub fn weight(self, scale: i32, min: i32, code: i32) -> f32 {
         let scale = if self.scales { scale } else { 0 };
         let units = (scale << self.power) * code + ((min * self.eighths + 4) >> 3);

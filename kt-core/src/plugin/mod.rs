@@ -49,8 +49,8 @@ macro_rules! __compiled_features {
 /// Makes the crate a plugin, when it is built as a `cdylib`: exports the backend that `constructor` makes under a name.
 ///
 /// The constructor is a `fn(cap: Tier) -> Result<impl Backend, Unsupported>` that uses no instruction set above `cap`; the backend it makes has
-/// the same name. Crates that are linked into programs too put the line behind a feature: two libraries in one program cannot both export
-/// the symbol.
+/// the same name. For a backend that is linked into programs too, a crate or an example of its own has the line: two libraries in one program cannot
+/// both export the symbol.
 #[macro_export]
 macro_rules! declare_backend {
     ($name:expr, $constructor:expr) => {

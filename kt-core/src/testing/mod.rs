@@ -223,6 +223,21 @@ impl Case<'_> {
     }
 }
 
+/// Where the F16 numbers, scales and minima, are in a block of a GGUF format, in bytes: what random blocks must have ordinary numbers in.
+pub fn f16_scales_at(format: Format) -> &'static [usize] {
+    match format {
+        // IQ1_M has its scale in pieces.
+        Format::Mxfp4Ggml | Format::Iq1M => &[],
+        Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K => &[0, 2],
+        Format::Q2K => &[80, 82],
+        Format::Q3K => &[108],
+        Format::Q6K => &[208],
+        Format::Tq1_0 => &[52],
+        Format::Tq2_0 => &[64],
+        _ => &[0],
+    }
+}
+
 /// Checks that matrices cut at any multiple of [`Kernel::PANEL`] are packed as they are when whole: nodes hold such pieces, and the packed cache puts them
 /// together and divides them anew.
 ///
