@@ -59,9 +59,9 @@ pub trait Path<I: Isa> {
     fn unpacked(isa: I, rows: usize) -> bool;
     /// Unpacks the lines of a block, and those of it that lie apart.
     fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]);
-    /// Runs a tile of `r` rows x [`stream_panels`] on lines as stored.
+    /// Runs a tile of `r` rows x as many panels as few rows have on lines as stored.
     fn stream(isa: I, r: usize, tile: Tile<'_>);
-    /// Runs a tile of `r` rows x [`cached_panels`] on lines in the cache, which were unpacked or are operands, or not.
+    /// Runs a tile of `r` rows x as many panels as many rows have on lines in the cache, which were unpacked or are operands, or not.
     fn cached(isa: I, r: usize, unpacked: bool, tile: Tile<'_>);
 }
 
