@@ -1,7 +1,7 @@
 //! A layer of experts on the backend of a plugin, beside the best one of this build.
 //!
 //! ```text
-//! cargo build --release --example plugin_llamafile
+//! cargo build --release -p kt-llamafile --example plugin_llamafile
 //! cargo run --release --features plugins --example plugin -- target/release/examples/libplugin_llamafile.so q4_k
 //! ```
 

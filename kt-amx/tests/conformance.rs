@@ -4,3 +4,8 @@
 fn conformance() {
     kt_core::testing::conformance(kt_amx::backend);
 }
+
+#[test]
+fn conformance_as_a_plugin() {
+    kt_core::testing::plugin_conformance("amx");
+}

@@ -6,3 +6,8 @@
 fn conformance() {
     kt_core::testing::conformance(kt_avx512::backend);
 }
+
+#[test]
+fn conformance_as_a_plugin() {
+    kt_core::testing::plugin_conformance("avx512");
+}

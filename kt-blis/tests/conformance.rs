@@ -15,3 +15,8 @@ fn conformance() {
     }
     kt_core::testing::conformance(kt_blis::backend);
 }
+
+#[test]
+fn conformance_as_a_plugin() {
+    kt_core::testing::plugin_conformance("blis");
+}

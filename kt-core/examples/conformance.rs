@@ -1,4 +1,4 @@
-//! The conformance suite on plugins: `conformance PATH...`. `tests/plugins/run` builds backends of this workspace as plugins and runs it on them.
+//! The conformance suite on plugins: `conformance PATH...`.
 //!
 //! A plugin that declines this machine is told with its reason and is no failure, unless `KT_REQUIRE` has its backend's name.
 

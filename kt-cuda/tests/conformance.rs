@@ -16,3 +16,8 @@ fn conformance_emulated() {
     assert!(products > 0);
     assert_eq!(fake.number("fake_live_bytes") + fake.number("fake_live_host_bytes"), 0, "bytes that were not freed");
 }
+
+#[test]
+fn conformance_as_a_plugin() {
+    kt_core::testing::plugin_conformance("cuda");
+}

@@ -272,6 +272,31 @@ pub fn pieces_pack_as_the_whole<K: Kernel>(kernel: K) {
     assert!(packed > 0, "the kernel packs no format");
 }
 
+/// The conformance suite on a backend as a plugin: the example `plugin_NAME` of the crate that is tested, a `cdylib`, which `cargo test` builds beside the
+/// tests unless it is told to build only one of them.
+///
+/// Says so where the plugin declines this machine; with its backend's name in `KT_REQUIRE` that is a failure.
+///
+/// # Panics
+/// When the plugin is not there, is refused, or fails.
+#[cfg(feature = "plugins")]
+pub fn plugin_conformance(name: &str) {
+    let test = std::env::current_exe().expect("this program has a path");
+    let target = test.parent().and_then(std::path::Path::parent).expect("it is in a folder of the target directory");
+    let (prefix, suffix) = (std::env::consts::DLL_PREFIX, std::env::consts::DLL_SUFFIX);
+    let plugin = crate::plugin::load(target.join("examples").join(format!("{prefix}plugin_{name}{suffix}")));
+    let plugin =
+        plugin.unwrap_or_else(|refusal| panic!("{refusal}; `cargo test` builds it, but not `cargo test --test`"));
+    match plugin.backend(Tier::Amx) {
+        Ok(_) => conformance(|tier| plugin.backend(tier)),
+        Err(why) => {
+            let required = std::env::var("KT_REQUIRE").unwrap_or_default();
+            assert!(!required.split(',').any(|r| r == plugin.name()), "{why}, but KT_REQUIRE names it");
+            println!("skipped: {} as a plugin: {why}", plugin.name());
+        }
+    }
+}
+
 /// mean |difference| / mean |reference|; 0 for empty outputs, infinite when a zero reference is missed.
 pub fn mean_error(want: &[f64], got: &[f32]) -> f64 {
     if want.len() != got.len() {
