@@ -31,7 +31,7 @@ impl Job for PackInput<'_> {
                 &padded
             }
         };
-        let halves = sums.of_group() == 2;
+        let halves = sums.in_halves();
         match group {
             16 if !halves => fours::<I, 16, false>(isa, x, sums, self.out),
             32 if halves => fours::<I, 32, true>(isa, x, sums, self.out),
@@ -56,7 +56,7 @@ fn load<I: Isa>(isa: I, x: &[f32], i: usize) -> I::Flt {
 fn fours<I: Isa, const G: usize, const HALVES: bool>(isa: I, x: &[f32; BLOCK], kept: Sums, out: &mut [u8]) {
     let (codes, rest) = out.split_at_mut(BLOCK);
     let (scales, sums) = rest.split_at_mut(BLOCK / G * 4);
-    let kept_bytes = if HALVES { 8 } else { 4 };
+    let kept_bytes = kept.of_group() * 4;
     let tops: [f32; LANES] = std::array::from_fn(|i| TOPS[i % TOPS.len()]);
     for first in (0..BLOCK / G).step_by(4) {
         let x = &x[first * G..][..4 * G];
@@ -111,11 +111,12 @@ fn fours<I: Isa, const G: usize, const HALVES: bool>(isa: I, x: &[f32; BLOCK], k
                 }
             }
         }
-        let seconds = if HALVES { isa.sums(rounded[1]) } else { [0; 4] };
-        for (g, halves) in isa.sums(rounded[0]).into_iter().zip(seconds).enumerate() {
+        let firsts = sums_of_pairs(isa, rounded[0], kept);
+        let seconds = if HALVES { sums_of_pairs(isa, rounded[1], kept) } else { [[0; 2]; 4] };
+        for g in 0..4 {
             let scale = all_scales[g * 4 + best[g]];
             scales[(first + g) * 4..][..4].copy_from_slice(&scale.to_le_bytes());
-            kept.write(halves.into(), scale, &mut sums[(first + g) * kept_bytes..][..kept_bytes]);
+            kept.write([firsts[g], seconds[g]], scale, &mut sums[(first + g) * kept_bytes..][..kept_bytes]);
         }
         if HALVES {
             let reach = [isa.sums(magnitudes[0]), isa.sums(magnitudes[1])];
@@ -132,6 +133,23 @@ fn fours<I: Isa, const G: usize, const HALVES: bool>(isa: I, x: &[f32; BLOCK], k
             }
         }
     }
+}
+
+/// The sums of the first two of each four lanes, and those of the others; if `kept` is not in pairs, of all lanes and 0. Of four registers.
+#[inline(always)]
+fn sums_of_pairs<I: Isa>(isa: I, v: [I::Int; 4], kept: Sums) -> [[i32; 2]; 4] {
+    static FIRST: [[i32; 4]; LANES / 4] = [[-1, -1, 0, 0]; LANES / 4];
+    let all = isa.sums(v);
+    let mut sums = all.map(|sum| [sum, 0]);
+    if kept.in_pairs() {
+        // SAFETY: 64 bytes.
+        let first = unsafe { isa.load(FIRST.as_ptr().cast()) };
+        let firsts = isa.sums([isa.and(v[0], first), isa.and(v[1], first), isa.and(v[2], first), isa.and(v[3], first)]);
+        for (sums, (first, all)) in sums.iter_mut().zip(firsts.into_iter().zip(all)) {
+            *sums = [first, all - first];
+        }
+    }
+    sums
 }
 
 /// The lanes of a register.
@@ -171,7 +189,7 @@ fn one<I: Isa, const G: usize, const HALVES: bool>(
     if !amax.is_finite() || !(inverse * TOPS[0]).is_finite() {
         codes.fill(0);
         let scale: f32 = if amax.is_finite() { 0.0 } else { f32::NAN };
-        kept.write([0; 2], scale, sums);
+        kept.write([[0; 2]; 2], scale, sums);
         scales.copy_from_slice(&scale.to_le_bytes());
         return;
     }
@@ -216,6 +234,7 @@ fn round<I: Isa, const G: usize, const HALVES: bool>(
     }
     let scale = amax / top;
     scales.copy_from_slice(&scale.to_le_bytes());
-    kept.write([isa.sum(rounded[0]), if HALVES { isa.sum(rounded[1]) } else { 0 }], scale, sums);
+    let [first, second, ..] = sums_of_pairs(isa, [rounded[0], rounded[1], isa.splat(0), isa.splat(0)], kept);
+    kept.write([first, second], scale, sums);
     if HALVES { isa.sum(magnitudes[0]).max(isa.sum(magnitudes[1])) } else { 0 }
 }

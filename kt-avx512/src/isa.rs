@@ -253,6 +253,8 @@ pub unsafe trait Isa: Copy {
     fn and(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// Bitwise.
     fn xor(self, a: Self::Int, b: Self::Int) -> Self::Int;
+    /// The low words of the products of words.
+    fn mul_words(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// The products of signed words over 2^15, rounded: the nearest, upwards from the middle.
     fn mul_words_high(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// Adds the products of the signed words of each dword.
@@ -330,13 +332,9 @@ pub unsafe trait Isa: Copy {
     fn wide(self, w: Self::Int) -> Self::Wide;
     /// Adds to each of 16 sums the products of 4 codes, less [`Isa::WIDE_OFFSET`], with 4 signed bytes in -127..=127, exactly.
     fn dot_wide(self, acc: Self::Int, w: Self::Wide, x: Self::Int) -> Self::Int;
-    /// Begins a span of [`Isa::dot_narrow`].
-    fn narrow_begin(self, sums: Self::Int) -> Self::Int;
-    /// Adds products as [`Isa::dot_wide`] does, of small codes: over a span, the products of every second column with the codes of its
-    /// neighbour must not exceed 2^15.
+    /// Adds products as [`Isa::dot_wide`] does, of small codes. Without VNNI to two words: those of the first two of each four columns to the lower one,
+    /// and those of the others to the upper one.
     fn dot_narrow(self, acc: Self::Int, w: Self::Int, x: Self::Int) -> Self::Int;
-    /// The sums before the span, and what the span adds.
-    fn narrow_end(self, sums: Self::Int, acc: Self::Int) -> Self::Int;
 
     /// Broadcasts two inputs.
     ///

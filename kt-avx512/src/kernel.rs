@@ -118,8 +118,14 @@ impl Kernel for Avx {
     fn accepts(self, format: Format, _rows: usize, _cols: usize) -> Result<(InputLayout, &'static str), Unsupported> {
         // Sums of codes come multiplied with what they are to add, where one number does for all weights.
         let int8 = |group: usize, times: i32, how| Ok((InputLayout::Int8 { group, sums: Sums::Times(times) }, how));
+        let vnni = !matches!(self.tier, Tier::Avx2 | Tier::Avx512);
         // Codes of 8 bits: without VNNI, products subtract the zero point themselves; see `Isa::WIDE_OFFSET`.
-        let wide = if matches!(self.tier, Tier::Avx2 | Tier::Avx512) { 0 } else { -128 };
+        let wide = if vnni { -128 } else { 0 };
+        // Small codes: without VNNI, sums of their products are words for the length of a group.
+        let small = |group: usize, times: i32, how| {
+            let sums = if vnni { Sums::Times(times) } else { Sums::Pairs(times) };
+            Ok((InputLayout::Int8 { group, sums }, how))
+        };
         let bf16 = if self.multiplies_bf16() { InputLayout::Bf16 } else { InputLayout::F32 };
         match format {
             Format::F32 => Ok((InputLayout::F32, "F32 products, packed 16 x 1")),
@@ -138,19 +144,19 @@ impl Kernel for Avx {
                 check_group(format, g)?;
                 int8(CHUNK, 1, how!(self, int8, "unsigned codes packed 16 x 4, F16 scales, zero points"))
             }
-            Format::Int4(Group::Row) => int8(CHUNK, -8, how!(self, int8, "nibbles packed 16 x 8")),
+            Format::Int4(Group::Row) => small(CHUNK, -8, how!(self, int8, "nibbles packed 16 x 8")),
             Format::Int4(g) => {
                 check_group(format, g)?;
-                int8(CHUNK, -8, how!(self, int8, "nibbles packed 16 x 8, F16 scales"))
+                small(CHUNK, -8, how!(self, int8, "nibbles packed 16 x 8, F16 scales"))
             }
             Format::Int4Asym(g) => {
                 check_group(format, g)?;
-                int8(CHUNK, 1, how!(self, int8, "nibbles packed 16 x 8, F16 scales, zero points"))
+                small(CHUNK, 1, how!(self, int8, "nibbles packed 16 x 8, F16 scales, zero points"))
             }
             Format::Mxfp4 => {
-                int8(CHUNK, -E2M1_ZERO, how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E8M0 scales"))
+                small(CHUNK, -E2M1_ZERO, how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E8M0 scales"))
             }
-            Format::Nvfp4 => int8(
+            Format::Nvfp4 => small(
                 mx::NV_COLS,
                 -E2M1_ZERO,
                 how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E4M3 scales"),

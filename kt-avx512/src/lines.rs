@@ -31,7 +31,8 @@ pub trait Lines: Copy {
 
 /// Lines of unsigned codes, four columns of 16 outputs per operand.
 pub trait Codes: Lines {
-    /// Columns over which the sums of [`Isa::dot_narrow`] fit; 0 for codes that need [`Isa::dot_wide`].
+    /// Columns over which the sums of [`Isa::dot_narrow`] fit that begin with zero; 0 for codes that need [`Isa::dot_wide`]. Of others, less their
+    /// zero point, magnitudes are 16 at most, or 32 in groups of 16 columns with [`Sums::Halves`](kt_core::cpu::input::Sums::Halves).
     const SPAN: usize;
     /// Whether lines are codes in nibbles, as they are. Unpacking then goes on beside products, so that lines that many rows pass over stay packed.
     const NIBBLES: bool = false;

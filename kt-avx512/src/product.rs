@@ -168,7 +168,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     fn rows(isa: I, rows: usize) -> usize {
         if I::TILES {
             2 * TILE_ROWS
-        } else if S::WORDS > 0 {
+        } else if S::WORDS > 0 && I::LARGE {
             5
         } else if !I::LARGE && L::SPAN == 0 && size_of::<I::Wide>() > LINE {
             // Magnitudes and signs of codes, two of the 16 registers each.

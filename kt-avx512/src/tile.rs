@@ -309,6 +309,18 @@ pub(crate) const fn one_stream<L: Lines, S: Scale, const XG: usize, const WG: us
 /// The low nibble of each byte.
 const LOW_NIBBLES: i32 = 0x0f0f_0f0f;
 
+/// For each byte where it comes from in 16 bytes, so that both words of a dword become the lower one, or the upper one.
+static TWICE: [[u8; LINE]; 2] = {
+    let mut t = [[0; LINE]; 2];
+    let mut i = 0;
+    while i < LINE {
+        let at = (i % 16 / 4 * 4 + i % 2) as u8;
+        (t[0][i], t[1][i]) = (at, at + 2);
+        i += 1;
+    }
+    t
+};
+
 /// Lines that are asked for where a single stream will go on elsewhere.
 const NEXT_LINES: usize = 64;
 
@@ -358,7 +370,21 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         STREAM && R <= 2 && R * P <= 4 && L::NIBBLES && I::VNNI && I::LARGE
     }
 
-    /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`; or what a tile unit made of them.
+    /// Whether the sum of a group is two words that are still to be added up, as multiplications without VNNI leave it. They begin with what inputs
+    /// bring along ([`Sums::Pairs`](kt_core::cpu::input::Sums::Pairs)), so that they fit in the end, whatever they pass through: they are sums of
+    /// products with codes less their zero point, 16 or less, of half of 32 columns.
+    const fn in_words<I: Isa>() -> bool {
+        L::SPAN > 0 && !I::VNNI
+    }
+
+    /// Whether sums begin with what inputs bring along. Those of codes with minima, which have no zero point, do so as words if they would not fit
+    /// else, and what they began with is taken off in the end.
+    const fn begun<I: Isa>() -> bool {
+        !S::MINIMA || Self::in_words::<I>() && L::SPAN < XG
+    }
+
+    /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`, which are dwords or [words](Self::in_words); or what a tile unit
+    /// made of them.
     ///
     /// # Safety
     /// Their lines, which begin at `line`, and the codes of all rows are readable; or the sums of all rows, which begin there.
@@ -382,20 +408,13 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             return;
         }
         let apart = Self::apart::<I>();
-        let span = if L::SPAN == 0 || L::SPAN > XG { XG } else { L::SPAN };
+        let span = if const { Self::in_words::<I>() } || L::SPAN == 0 || L::SPAN > XG { XG } else { L::SPAN };
         let steps = span / 4 / L::OPERANDS;
         // Where planes are together and there are several panels, a loop: else compilers unpack all steps at once, and keep them in memory.
         let spans = if STREAM && I::LARGE && P > 1 && Steps::<L, XG>::TOGETHER { opaque(XG / span) } else { XG / span };
         for s in 0..spans {
             let mut acc = *sums;
             let mut high = [[isa.splat(0); P]; R];
-            if L::SPAN > 0 {
-                for acc in acc.iter_mut() {
-                    for acc in acc.iter_mut() {
-                        *acc = isa.narrow_begin(*acc);
-                    }
-                }
-            }
             macro_rules! add {
                 ($step:expr) => {
                     // SAFETY: lines of these columns, and codes of all rows, by the caller's promise.
@@ -430,15 +449,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     }
                 }
             }
-            if L::SPAN > 0 {
-                for (sums, acc) in sums.iter_mut().zip(&acc) {
-                    for (sum, &acc) in sums.iter_mut().zip(acc) {
-                        *sum = isa.narrow_end(*sum, acc);
-                    }
-                }
-            } else {
-                *sums = acc;
-            }
+            *sums = acc;
         }
         *line = Steps::<L, XG>::after(*line, 1);
     }
@@ -541,13 +552,18 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         const { assert!(!S::POWERS || WG == XG && !S::MINIMA) };
         const { assert!(S::WORDS == 0 || WG == BLOCK && S::SUPER > 0 && !S::MINIMA && !S::ZEROS && !S::POWERS) };
         const { assert!(S::WORDS <= 2) };
+        const { assert!(L::SPAN == 0 || XG <= 32) };
         let shifts = Self::SHIFTS;
+        let (in_words, begun) = const { (Self::in_words::<I>(), Self::begun::<I>()) };
         // Columns of a sum before it is added to the total.
         let columns = if WG == 0 { XG } else { WG };
         // Columns that share a scale of the inputs.
         let scaled = if S::WORDS == 2 { 2 * XG } else { XG };
         let sums_at = BLOCK + BLOCK / scaled * 4;
-        let input_bytes = sums_at + BLOCK / XG * 4;
+        // Bytes of what is kept of the sums of a group, and where in them the last number is.
+        let kept = if in_words && S::WORDS == 1 || S::MINIMA && begun { 8 } else { 4 };
+        let last_kept = kept - 4;
+        let input_bytes = sums_at + BLOCK / XG * kept;
         let line_step = L::BUNDLE * LINE;
         let steps = if L::SUMMED { 0 } else { BLOCK / XG * Steps::<L, XG>::COUNT };
         let block_bytes = Steps::<L, XG>::STEP.map(|bytes| steps * bytes);
@@ -575,8 +591,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let offset = isa.splat(if L::SPAN == 0 { I::WIDE_OFFSET } else { 0 });
         // Where lines are unpacked, a loop: side by side, both sums of a pair would take registers.
         let halves = match (S::WORDS, STREAM) {
-            (2, true) => opaque(2),
-            (2, false) => 2,
+            (2, true) if !in_words || R > 2 => opaque(2),
+            (2, _) => 2,
             _ => 1,
         };
         let (words, word_zero) = (isa.splat(0xffff), isa.splat(WORD_ZERO));
@@ -664,27 +680,33 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 }
                                 // SAFETY: as above.
                                 let z = unsafe { S::zeros(isa, at) };
-                                *zero = isa.and(isa.sub(offset, z), words);
+                                *zero = isa.sub(offset, z);
+                                *zero = if in_words { isa.words(*zero, *zero) } else { isa.and(*zero, words) };
                             }
                         }
                         let mut sums = [[isa.splat(0); P]; R];
+                        let mut before = sums;
                         for h in 0..halves {
-                            if !S::MINIMA {
+                            if begun {
                                 for (r, sums) in sums.iter_mut().enumerate() {
-                                    let at = x.wrapping_add(r * input_bytes + sums_at + (k / XG + h) * 4);
+                                    let at = x.wrapping_add(r * input_bytes + sums_at + (k / XG + h) * kept);
                                     // SAFETY: a sum of codes of row `r`, in bounds as said above.
                                     let mut codes = unsafe { isa.load_dword(at) };
                                     if shifts {
                                         const { assert!(SHIFTED == 16) };
-                                        codes = isa.sub(isa.splat(0), isa.up::<4>(codes));
+                                        codes = if in_words {
+                                            isa.mul_words(codes, isa.splat(-16 << 16 | 0xfff0))
+                                        } else {
+                                            isa.sub(isa.splat(0), isa.up::<4>(codes))
+                                        };
                                     }
                                     for (sum, &zero) in sums.iter_mut().zip(&zeros) {
-                                        *sum = if S::WORDS == 2 {
+                                        *sum = if S::WORDS == 2 && !in_words {
                                             // A first sum to the upper word; the second has [`WORD_ZERO`] to begin with and cannot borrow.
                                             isa.add(isa.up::<16>(*sum), codes)
                                         } else if S::ZEROS && !shifts {
                                             // Such a sum fits a word, and the upper words of `zeros` are 0.
-                                            isa.madd(zero, codes)
+                                            if in_words { isa.mul_words(zero, codes) } else { isa.madd(zero, codes) }
                                         } else {
                                             codes
                                         };
@@ -697,17 +719,52 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 let at = (&mut line, at, k + h * XG);
                                 Self::add_products::<I, ASKS>(&t, isa, (table, zeros), at, &mut sums)
                             };
+                            if in_words {
+                                for p in 0..P {
+                                    // What words are multiplied with: one, or the scale of their group, the first one's being the upper word.
+                                    let one = isa.splat(1 << 16 | 1);
+                                    let (mut scales, mut by) = (isa.splat(0), one);
+                                    if S::WORDS > 0 {
+                                        let upper = usize::from(S::WORDS == 2 && h == 0);
+                                        // SAFETY: the records of this group, or of these two, of panel `p`, in bounds as said above; 64 bytes.
+                                        unsafe {
+                                            scales = S::words(isa, scales_at(p, record), factors[p]);
+                                            by = isa.lookup(scales, isa.load(TWICE[upper].as_ptr()));
+                                        }
+                                    }
+                                    for (r, (sums, before)) in sums.iter_mut().zip(&before).enumerate() {
+                                        let sum = &mut sums[p];
+                                        *sum = isa.madd(*sum, by);
+                                        let at = x.wrapping_add(r * input_bytes + sums_at + k / XG * kept);
+                                        if S::WORDS == 1 {
+                                            // SAFETY: the sum of codes of row `r` as an upper word, in bounds as said above.
+                                            let codes = unsafe { isa.load_dword(at.wrapping_add(last_kept)) };
+                                            *sum = isa.add(*sum, isa.madd(codes, scales));
+                                        }
+                                        if S::MINIMA && begun {
+                                            // SAFETY: what the sum of row `r` began with, in bounds as said above.
+                                            *sum = isa.sub(*sum, isa.madd(unsafe { isa.load_dword(at) }, one));
+                                        }
+                                        if h > 0 {
+                                            *sum = isa.add(*sum, before[p]);
+                                        }
+                                    }
+                                }
+                                before = sums;
+                            }
                         }
                         if S::WORDS > 0 {
                             for p in 0..P {
                                 let at = scales_at(p, record);
-                                // SAFETY: the records of this group, or of these two, of panel `p`, in bounds as said above.
-                                let scales = unsafe { S::words(isa, at, factors[p]) };
                                 if ASKS && asks_records {
                                     t.ahead.ask(at.wrapping_add(t.following()));
                                 }
-                                for sums in &mut sums {
-                                    sums[p] = isa.madd(isa.xor(sums[p], word_zero), scales);
+                                if !in_words {
+                                    // SAFETY: the records of this group, or of these two, of panel `p`, in bounds as said above.
+                                    let scales = unsafe { S::words(isa, at, factors[p]) };
+                                    for sums in &mut sums {
+                                        sums[p] = isa.madd(isa.xor(sums[p], word_zero), scales);
+                                    }
                                 }
                             }
                             record += S::WORDS * S::RECORD;
@@ -781,7 +838,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                             }
                             if S::MINIMA {
                                 // SAFETY: a sum of inputs of row `r`, in bounds as said above.
-                                let sum = unsafe { isa.load_f32(x.add(r * input_bytes + sums_at + c * 4)) };
+                                let sum =
+                                    unsafe { isa.load_f32(x.add(r * input_bytes + sums_at + c * kept + last_kept)) };
                                 for p in 0..P {
                                     total[p] = isa.mul_add(sum, minimum[p], total[p]);
                                 }

@@ -348,17 +348,19 @@ fn without_avx512_there_is_avx2() {
 fn extreme_codes_do_not_saturate() {
     // Every weight at the end of its range and every input code at its own: the largest sums that can be.
     for kernel in kernels() {
-        for (format, code, value) in [
-            (Format::Int8(Group::Row), 0x80, -128.0),
-            (Format::Int8(Group::Row), 0x7f, 127.0),
-            (Format::Int8Offset(Group::Of(32)), 0xff, 127.0),
-            (Format::Int4(Group::Of(32)), 0xff, 7.0),
-            (Format::Int4(Group::Of(32)), 0x00, -8.0),
-            (Format::Int4(Group::Row), 0xff, 7.0),
-            (Format::Mxfp4, 0x77, 6.0),
-            (Format::Mxfp4, 0xff, -6.0),
-            (Format::Nvfp4, 0x77, 6.0),
-            (Format::Nvfp4, 0xff, -6.0),
+        for (format, code, zero, value) in [
+            (Format::Int8(Group::Row), 0x80, 0, -128.0),
+            (Format::Int8(Group::Row), 0x7f, 0, 127.0),
+            (Format::Int8Offset(Group::Of(32)), 0xff, 0, 127.0),
+            (Format::Int4(Group::Of(32)), 0xff, 0, 7.0),
+            (Format::Int4(Group::Of(32)), 0x00, 0, -8.0),
+            (Format::Int4(Group::Row), 0xff, 0, 7.0),
+            (Format::Int4Asym(Group::Of(32)), 0xff, 0, 15.0),
+            (Format::Int4Asym(Group::Of(32)), 0x00, 16, -16.0),
+            (Format::Mxfp4, 0x77, 0, 6.0),
+            (Format::Mxfp4, 0xff, 0, -6.0),
+            (Format::Nvfp4, 0x77, 0, 6.0),
+            (Format::Nvfp4, 0xff, 0, -6.0),
         ] {
             let cols = 256;
             let codes = vec![code; format.row_bytes(cols).unwrap() * 16];
@@ -368,7 +370,11 @@ fn extreme_codes_do_not_saturate() {
                 Format::Nvfp4 => (&[0x38], ScaleType::E4m3),
                 _ => (&[0, 0, 0x80, 0x3f], ScaleType::F32),
             };
-            let matrix = Matrix::new(format, 16, cols, codes.into(), Some((one.repeat(r * c).into(), kind))).unwrap();
+            let mut matrix =
+                Matrix::new(format, 16, cols, codes.into(), Some((one.repeat(r * c).into(), kind))).unwrap();
+            if format.takes_zero_points() {
+                matrix = matrix.with_zero_points(vec![zero; r * c]).unwrap();
+            }
             let (layout, _) = kernel.accepts(format, 16, cols).unwrap();
             for sign in [-127.0f32, 127.0] {
                 let x = Rows::new(kernel, layout, &vec![sign; cols * 9], cols);
@@ -518,6 +524,11 @@ fn inputs_and_activations_are_those_of_the_core() {
                 InputLayout::Int8 { group: 32, sums: Sums::Times(-8) },
                 InputLayout::Int8 { group: 32, sums: Sums::Scaled },
                 InputLayout::Int8 { group: 32, sums: Sums::Halves(-32) },
+                InputLayout::Int8 { group: 16, sums: Sums::Pairs(-12) },
+                InputLayout::Int8 { group: 32, sums: Sums::Pairs(-16) },
+                InputLayout::Int8 { group: 32, sums: Sums::PairHalves(-32) },
+                InputLayout::Int8 { group: 32, sums: Sums::PairWords(-8) },
+                InputLayout::Int8 { group: 32, sums: Sums::PairScaled(-16) },
                 InputLayout::Int8 { group: 128, sums: Sums::Times(-128) },
             ] {
                 for x in [&x, &flat] {

@@ -297,7 +297,8 @@ pub struct Input {
     pub kind: u32,
     /// Columns per scale of int8.
     pub group: u32,
-    /// Which sums of int8 codes are kept: 0: times a number, 1: scaled, 2: of each half of a group, times a number, 3: as words.
+    /// Which sums of int8 codes are kept: 0: times a number, 1: scaled, 2: of each half of a group, times a number, 3: as words; 4, 5, 6, 7: as 0, 2, 3 and 1, in
+    /// pairs of columns.
     pub sums: u32,
     /// That number.
     pub times: i32,

@@ -327,6 +327,7 @@ macro_rules! common {
             fn words(self, high: Int, low: Int) -> Int {
                 each!(h => _mm256_blend_epi16::<0xaa>(low[h], _mm256_slli_epi32::<16>(high[h])))
             }
+            fn mul_words(self, a: Int, b: Int) -> Int { halves!(_mm256_mullo_epi16(a, b)) }
             fn mul_words_high(self, a: Int, b: Int) -> Int { halves!(_mm256_mulhrs_epi16(a, b)) }
             fn madd(self, a: Int, b: Int) -> Int { halves!(_mm256_madd_epi16(a, b)) }
             fn exp2(self, v: Int) -> Flt {{
@@ -468,12 +469,8 @@ unsafe impl Isa for Avx2 {
                 _mm256_add_epi32(acc[h], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
             })
         }
-        fn narrow_begin(self, _sums: Int) -> Int { [_mm256_setzero_si256(); 2] }
         fn dot_narrow(self, acc: Int, w: Int, x: Int) -> Int {
             each!(h => _mm256_add_epi16(acc[h], _mm256_maddubs_epi16(w[h], x[h])))
-        }
-        fn narrow_end(self, sums: Int, acc: Int) -> Int {
-            each!(h => _mm256_add_epi32(sums[h], _mm256_madd_epi16(acc[h], _mm256_set1_epi16(1))))
         }
     }
 }
@@ -490,9 +487,7 @@ unsafe impl Isa for AvxVnni {
     ops! {
         fn wide(self, w: Int) -> Int { w }
         fn dot_wide(self, acc: Int, w: Int, x: Int) -> Int { halves!(_mm256_dpbusd_avx_epi32(acc, w, x)) }
-        fn narrow_begin(self, sums: Int) -> Int { sums }
         fn dot_narrow(self, acc: Int, w: Int, x: Int) -> Int { halves!(_mm256_dpbusd_avx_epi32(acc, w, x)) }
-        fn narrow_end(self, _sums: Int, acc: Int) -> Int { acc }
     }
 }
 

@@ -310,6 +310,7 @@ macro_rules! common {
             fn words(self, high: __m512i, low: __m512i) -> __m512i {
                 _mm512_mask_blend_epi16(0xaaaa_aaaa, low, _mm512_slli_epi32::<16>(high))
             }
+            fn mul_words(self, a: __m512i, b: __m512i) -> __m512i { _mm512_mullo_epi16(a, b) }
             fn mul_words_high(self, a: __m512i, b: __m512i) -> __m512i { _mm512_mulhrs_epi16(a, b) }
             fn madd(self, a: __m512i, b: __m512i) -> __m512i { _mm512_madd_epi16(a, b) }
             fn exp2(self, v: __m512i) -> __m512 {
@@ -486,12 +487,8 @@ macro_rules! bytes_by_maddubs {
                 let pairs = _mm512_maddubs_epi16(w.0, x);
                 _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))
             }}
-            fn narrow_begin(self, _sums: __m512i) -> __m512i { _mm512_setzero_si512() }
             fn dot_narrow(self, acc: __m512i, w: __m512i, x: __m512i) -> __m512i {
                 _mm512_add_epi16(acc, _mm512_maddubs_epi16(w, x))
-            }
-            fn narrow_end(self, sums: __m512i, acc: __m512i) -> __m512i {
-                _mm512_add_epi32(sums, _mm512_madd_epi16(acc, _mm512_set1_epi16(1)))
             }
         }
     };
@@ -506,9 +503,7 @@ macro_rules! bytes_by_vnni {
         ops! {
             fn wide(self, w: __m512i) -> __m512i { w }
             fn dot_wide(self, acc: __m512i, w: __m512i, x: __m512i) -> __m512i { _mm512_dpbusd_epi32(acc, w, x) }
-            fn narrow_begin(self, sums: __m512i) -> __m512i { sums }
             fn dot_narrow(self, acc: __m512i, w: __m512i, x: __m512i) -> __m512i { _mm512_dpbusd_epi32(acc, w, x) }
-            fn narrow_end(self, _sums: __m512i, acc: __m512i) -> __m512i { acc }
         }
     };
 }

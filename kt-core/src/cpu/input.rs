@@ -46,6 +46,15 @@ pub enum Sums {
     /// and for minima, so that one multiplication of words does for both. Weights have magnitudes of 8 at most, so that sums of products
     /// of the codes of 32 columns fit a word.
     Words(i32),
+    /// As [`Sums::Times`], but two words: of the first two of each four columns, and above it of the others, as multiplications without VNNI
+    /// leave sums of products. For groups of up to 32 columns and magnitudes of 16 at most, so that both fit.
+    Pairs(i32),
+    /// As [`Sums::Halves`], but two words for each half, as [`Sums::Pairs`] has them.
+    PairHalves(i32),
+    /// As [`Sums::Pairs`], and the sum as the upper word of an I32: see [`Sums::Words`].
+    PairWords(i32),
+    /// As [`Sums::Pairs`], and as [`Sums::Scaled`]: for weights with minima whose products begin with the first, and have it taken off in the end.
+    PairScaled(i32),
 }
 
 /// Added to a signed word, makes it an unsigned one: sums that are lower words begin with it, so that they never borrow from the sums above
@@ -56,33 +65,56 @@ impl Sums {
     /// Numbers that are kept of a group.
     #[inline(always)]
     pub const fn of_group(self) -> usize {
-        if matches!(self, Sums::Halves(_)) { 2 } else { 1 }
+        match self {
+            Sums::Halves(_) | Sums::PairHalves(_) | Sums::PairWords(_) | Sums::PairScaled(_) => 2,
+            Sums::Times(_) | Sums::Scaled | Sums::Words(_) | Sums::Pairs(_) => 1,
+        }
+    }
+
+    /// Whether it is of each half of a group.
+    #[inline(always)]
+    pub const fn in_halves(self) -> bool {
+        matches!(self, Sums::Halves(_) | Sums::PairHalves(_))
     }
 
     /// What the magnitudes of the codes of half a group sum up to at most.
     #[inline(always)]
     pub fn most(self) -> i32 {
         match self {
-            Sums::Halves(times) => (i16::MAX as u32 / times.unsigned_abs().max(1)) as i32,
-            Sums::Times(_) | Sums::Scaled | Sums::Words(_) => i32::MAX,
+            Sums::Halves(times) | Sums::PairHalves(times) => (i16::MAX as u32 / times.unsigned_abs().max(1)) as i32,
+            _ => i32::MAX,
         }
     }
 
-    /// Writes what is kept of a group whose halves have these sums.
+    /// Whether it is of pairs of columns.
     #[inline(always)]
-    pub fn write(self, halves: [i32; 2], scale: f32, out: &mut [u8]) {
-        let sum = halves[0] + halves[1];
-        match self {
-            Sums::Times(times) => out.copy_from_slice(&(sum * times).to_le_bytes()),
-            Sums::Scaled => out.copy_from_slice(&(scale * sum as f32).to_le_bytes()),
-            Sums::Words(times) => out.copy_from_slice(&((sum << 16) + sum * times + WORD_ZERO).to_le_bytes()),
-            Sums::Halves(times) => {
-                for (out, sum) in
-                    out.as_chunks_mut::<4>().0.iter_mut().zip([halves[0] * times, halves[1] * times + WORD_ZERO])
-                {
-                    *out = sum.to_le_bytes();
-                }
+    pub const fn in_pairs(self) -> bool {
+        matches!(self, Sums::Pairs(_) | Sums::PairHalves(_) | Sums::PairWords(_) | Sums::PairScaled(_))
+    }
+
+    /// Writes what is kept of a group whose halves have these sums, each those of the first and of the second two of each four columns; if it
+    /// is not [in pairs](Sums::in_pairs), only what both add up to counts.
+    #[inline(always)]
+    pub fn write(self, halves: [[i32; 2]; 2], scale: f32, out: &mut [u8]) {
+        let pairs = [halves[0][0] + halves[1][0], halves[0][1] + halves[1][1]];
+        let [first, second] = halves.map(|[first, second]| first + second);
+        let sum = first + second;
+        let scaled = (scale * sum as f32).to_bits() as i32;
+        let words = |pairs: [i32; 2], times: i32| pairs[0] * times & 0xffff | (pairs[1] * times) << 16;
+        let mut put = |numbers: &[i32]| {
+            for (out, number) in out.as_chunks_mut::<4>().0.iter_mut().zip(numbers) {
+                *out = number.to_le_bytes();
             }
+        };
+        match self {
+            Sums::Times(times) => put(&[sum * times]),
+            Sums::Scaled => put(&[scaled]),
+            Sums::Words(times) => put(&[(sum << 16) + sum * times + WORD_ZERO]),
+            Sums::Halves(times) => put(&[first * times, second * times + WORD_ZERO]),
+            Sums::Pairs(times) => put(&[words(pairs, times)]),
+            Sums::PairHalves(times) => put(&halves.map(|pairs| words(pairs, times))),
+            Sums::PairWords(times) => put(&[words(pairs, times), sum << 16]),
+            Sums::PairScaled(times) => put(&[words(pairs, times), scaled]),
         }
     }
 }
@@ -173,11 +205,19 @@ fn fold(mut lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
 /// lane by lane.
 const TO_INTEGER: f32 = (3 << 22) as f32;
 
-/// The sums of both halves of codes, of what `f` makes of each.
+/// The sums of both halves of codes, each of the first and of the second two of each four, of what `f` makes of each.
 #[inline(always)]
-fn halves(codes: &[u8], f: impl Fn(i32) -> i32) -> [i32; 2] {
+fn halves(codes: &[u8], f: impl Fn(i32) -> i32) -> [[i32; 2]; 2] {
     let (first, second) = codes.split_at(codes.len() / 2);
-    [first, second].map(|half| half.iter().map(|&c| f(i32::from(c as i8))).sum())
+    [first, second].map(|half| {
+        let mut sums = [0; 4];
+        for codes in half.as_chunks::<4>().0 {
+            for (sum, &code) in sums.iter_mut().zip(codes) {
+                *sum += f(i32::from(code as i8));
+            }
+        }
+        [sums[0] + sums[1], sums[2] + sums[3]]
+    })
 }
 
 /// What to multiply what the largest magnitude of a group of `cols` columns becomes with, because the magnitudes of the codes of half of
@@ -229,8 +269,8 @@ fn round_group(x: &[f32], codes: &mut [u8], most: i32) -> f32 {
                 codes[l] = ((x[l] * up + TO_INTEGER).to_bits() as i32 - TO_INTEGER.to_bits() as i32) as u8;
             }
         }
-        let [first, second] = if most < i32::MAX { halves(codes, i32::abs) } else { [0; 2] };
-        first.max(second)
+        let [first, second] = if most < i32::MAX { halves(codes, i32::abs) } else { [[0; 2]; 2] };
+        (first[0] + first[1]).max(second[0] + second[1])
     };
     let reach = round(top);
     if reach > most {
@@ -364,6 +404,39 @@ mod tests {
                 let sum: i32 = codes.iter().sum();
                 let words = kept + code * sum;
                 assert_eq!((words >> 16, (words & 0xffff) - WORD_ZERO), (sum, (code - 8) * sum));
+            }
+        }
+    }
+
+    /// As products go on: with codes of 0..=31, each the product of four columns added to both words, the sums of codes less 16 of all 32 fit, in the end.
+    #[test]
+    fn pairs_have_words_of_their_own() {
+        let x: Vec<f32> = (0..BLOCK).map(|i| if i < 96 { (i as f32).sin() } else { -1.0 }).collect();
+        let (codes, _, sums) = packed(Sums::Pairs(-16), &x);
+        let (same, _, with_sums) = packed(Sums::PairWords(-16), &x);
+        let (_, scales, with_scaled) = packed(Sums::PairScaled(-16), &x);
+        assert_eq!((&codes, &codes), (&packed(Sums::Times(1), &x).0, &same));
+        for (g, codes) in codes.chunks(32).enumerate() {
+            let sum = |pair: usize| (0..32).filter(|i| i % 4 / 2 == pair).map(|i| codes[i]).sum::<i32>();
+            assert_eq!(with_sums[2 * g..][..2], [sums[g], (sum(0) + sum(1)) << 16]);
+            let scaled = (scales[g] * (sum(0) + sum(1)) as f32).to_bits() as i32;
+            assert_eq!(with_scaled[2 * g..][..2], [sums[g], scaled]);
+            for code in [0, 31] {
+                for pair in [0, 1] {
+                    let begin = (sums[g] >> (16 * pair)) as i16;
+                    let word = begin.wrapping_add((code * sum(pair)) as i16);
+                    assert_eq!(i32::from(word), (code - 16) * sum(pair));
+                }
+            }
+        }
+        // Of halves, with codes of 0..=63 in 16 columns, which are smaller where they would not fit.
+        let (codes, _, sums) = packed(Sums::PairHalves(-32), &x);
+        assert_eq!(codes, packed(Sums::Halves(-32), &x).0);
+        assert!(codes[96..].iter().all(|&c| (-63..-60).contains(&c)), "{:?}", &codes[96..]);
+        for (half, codes) in codes.chunks(16).enumerate() {
+            for pair in [0, 1] {
+                let sum: i32 = (0..16).filter(|i| i % 4 / 2 == pair).map(|i| codes[i]).sum();
+                assert_eq!(i32::from((sums[half] >> (16 * pair)) as i16), -32 * sum);
             }
         }
     }

@@ -126,6 +126,10 @@ fn input(layout: InputLayout) -> abi::Input {
                 Sums::Scaled => (1, 0),
                 Sums::Halves(times) => (2, times),
                 Sums::Words(times) => (3, times),
+                Sums::Pairs(times) => (4, times),
+                Sums::PairHalves(times) => (5, times),
+                Sums::PairWords(times) => (6, times),
+                Sums::PairScaled(times) => (7, times),
             };
             abi::Input { kind: 2, group: group as u32, sums, times }
         }
@@ -142,6 +146,10 @@ fn input_of(input: abi::Input) -> Option<InputLayout> {
                 1 => Sums::Scaled,
                 2 => Sums::Halves(input.times),
                 3 => Sums::Words(input.times),
+                4 => Sums::Pairs(input.times),
+                5 => Sums::PairHalves(input.times),
+                6 => Sums::PairWords(input.times),
+                7 => Sums::PairScaled(input.times),
                 _ => return None,
             };
             InputLayout::Int8 { group: group as usize, sums }
@@ -321,7 +329,17 @@ mod tests {
     fn roundings_of_inputs_come_back_as_they_went() {
         let mut all = vec![InputLayout::F32, InputLayout::Bf16];
         for group in [16, 32, 128] {
-            for sums in [Sums::Times(-8), Sums::Times(1), Sums::Scaled, Sums::Halves(-32), Sums::Words(-8)] {
+            for sums in [
+                Sums::Times(-8),
+                Sums::Times(1),
+                Sums::Scaled,
+                Sums::Halves(-32),
+                Sums::Words(-8),
+                Sums::Pairs(-16),
+                Sums::PairHalves(-4),
+                Sums::PairWords(-8),
+                Sums::PairScaled(-16),
+            ] {
                 all.push(InputLayout::Int8 { group, sums });
             }
         }
@@ -330,7 +348,7 @@ mod tests {
         }
         let known = abi::Input { kind: 2, group: 32, sums: 0, times: 1 };
         for unknown in
-            [abi::Input { kind: 3, ..known }, abi::Input { group: 64, ..known }, abi::Input { sums: 4, ..known }]
+            [abi::Input { kind: 3, ..known }, abi::Input { group: 64, ..known }, abi::Input { sums: 8, ..known }]
         {
             assert_eq!(input_of(unknown), None);
         }
