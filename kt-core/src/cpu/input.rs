@@ -100,7 +100,7 @@ impl Sums {
         let [first, second] = halves.map(|[first, second]| first + second);
         let sum = first + second;
         let scaled = (scale * sum as f32).to_bits() as i32;
-        let words = |pairs: [i32; 2], times: i32| pairs[0] * times & 0xffff | (pairs[1] * times) << 16;
+        let words = |pairs: [i32; 2], times: i32| ((pairs[0] * times) & 0xffff) | (pairs[1] * times) << 16;
         let mut put = |numbers: &[i32]| {
             for (out, number) in out.as_chunks_mut::<4>().0.iter_mut().zip(numbers) {
                 *out = number.to_le_bytes();
