@@ -589,10 +589,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         // records of all groups, and of all groups of groups.
         let table = L::table(isa);
         let offset = isa.splat(if L::SPAN == 0 { I::WIDE_OFFSET } else { 0 });
-        // Where lines are unpacked, a loop: side by side, both sums of a pair would take registers.
+        // Where lines are unpacked, a loop: side by side, both sums of a pair would take registers, and compilers read the lines of the second first.
         let halves = match (S::WORDS, STREAM) {
-            (2, true) if !in_words || R > 2 => opaque(2),
-            (2, _) => 2,
+            (2, true) => opaque(2),
+            (2, false) => 2,
             _ => 1,
         };
         let (words, word_zero) = (isa.splat(0xffff), isa.splat(WORD_ZERO));
