@@ -705,7 +705,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                             // A first sum to the upper word; the second has [`WORD_ZERO`] to begin with and cannot borrow.
                                             isa.add(isa.up::<16>(*sum), codes)
                                         } else if S::ZEROS && !shifts {
-                                            // Such a sum fits a word, and the upper words of `zeros` are 0.
+                                            // Such a sum fits a word; the upper words of `zeros` are 0, or the same as the lower ones.
                                             if in_words { isa.mul_words(zero, codes) } else { isa.madd(zero, codes) }
                                         } else {
                                             codes
