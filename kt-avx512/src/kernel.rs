@@ -123,8 +123,8 @@ impl Kernel for Avx {
         let wide = if vnni { -128 } else { 0 };
         // Small codes: without VNNI, sums of their products are words for the length of a group.
         let small = |group: usize, times: i32, how| {
-            let sums = if vnni { Sums::Times(times) } else { Sums::Pairs(times) };
-            Ok((InputLayout::Int8 { group, sums }, how))
+            let sums = Sums::Pairs(times);
+            Ok((InputLayout::Int8 { group, sums: if vnni { sums.whole() } else { sums } }, how))
         };
         let bf16 = if self.multiplies_bf16() { InputLayout::Bf16 } else { InputLayout::F32 };
         match format {

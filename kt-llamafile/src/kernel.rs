@@ -68,20 +68,17 @@ impl Kernel for Llamafile {
         // Without VNNI, products of codes of 8 bits subtract the zero point themselves; see `Isa::WIDE_OFFSET`.
         let vnni = !matches!(self.tier(), Tier::Avx2 | Tier::Avx512);
         let wide = Sums::Times(if vnni { -128 } else { 0 });
-        // Small codes: without VNNI, sums of their products are words for the length of a group.
-        let small = |times| if vnni { Sums::Times(times) } else { Sums::Pairs(times) };
-        let halves = |times| if vnni { Sums::Halves(times) } else { Sums::PairHalves(times) };
         let (group, sums) = match format {
             Format::Q8_0 | Format::Iq4Nl | Format::Iq4Xs => (32, wide),
-            Format::Q4_0 => (32, small(-8)),
-            Format::Q5_0 => (32, small(-16)),
-            Format::Mxfp4Ggml => (32, small(-E2M1_ZERO)),
-            Format::Tq1_0 | Format::Tq2_0 => (32, small(-1)),
-            Format::Q3K => (32, halves(-4)),
-            Format::Q6K => (32, halves(-32)),
-            Format::Q4K => (32, if vnni { Sums::Words(-8) } else { Sums::PairWords(-8) }),
-            Format::Q5_1 | Format::Q5K if !vnni => (32, Sums::PairScaled(-16)),
-            Format::Q4_1 | Format::Q5_1 | Format::Q5K => (32, Sums::Scaled),
+            Format::Q4_0 => (32, Sums::Pairs(-8)),
+            Format::Q5_0 => (32, Sums::Pairs(-16)),
+            Format::Mxfp4Ggml => (32, Sums::Pairs(-E2M1_ZERO)),
+            Format::Tq1_0 | Format::Tq2_0 => (32, Sums::Pairs(-1)),
+            Format::Q3K => (32, Sums::PairHalves(-4)),
+            Format::Q6K => (32, Sums::PairHalves(-32)),
+            Format::Q4K => (32, Sums::PairWords(-8)),
+            Format::Q5_1 | Format::Q5K => (32, Sums::PairScaled(-16)),
+            Format::Q4_1 => (32, Sums::Scaled),
             Format::Q2K => (16, Sums::Scaled),
             Format::Iq1S | Format::Iq2Xxs | Format::Iq3Xxs | Format::Iq3S => (32, wide),
             Format::Iq1M | Format::Iq2Xs | Format::Iq2S => (16, wide),
@@ -91,6 +88,8 @@ impl Kernel for Llamafile {
                 )));
             }
         };
+        // Sums in pairs are for words, which sums of products of small codes are without VNNI.
+        let sums = if vnni { sums.whole() } else { sums };
         let how = match (vnni, self.uses_in_place(format)) {
             (true, false) => "VNNI, blocks repacked by 16 outputs",
             (true, true) => "VNNI, blocks in place, decoded for each product",

@@ -92,6 +92,17 @@ impl Sums {
         matches!(self, Sums::Pairs(_) | Sums::PairHalves(_) | Sums::PairWords(_) | Sums::PairScaled(_))
     }
 
+    /// The same, not [in pairs](Sums::in_pairs): for CPUs with VNNI.
+    pub const fn whole(self) -> Self {
+        match self {
+            Sums::Pairs(times) => Sums::Times(times),
+            Sums::PairHalves(times) => Sums::Halves(times),
+            Sums::PairWords(times) => Sums::Words(times),
+            Sums::PairScaled(_) => Sums::Scaled,
+            whole => whole,
+        }
+    }
+
     /// Writes what is kept of a group whose halves have these sums, each those of the first and of the second two of each four columns; if it
     /// is not [in pairs](Sums::in_pairs), only what both add up to counts.
     #[inline(always)]
@@ -415,7 +426,7 @@ mod tests {
         let (codes, _, sums) = packed(Sums::Pairs(-16), &x);
         let (same, _, with_sums) = packed(Sums::PairWords(-16), &x);
         let (_, scales, with_scaled) = packed(Sums::PairScaled(-16), &x);
-        assert_eq!((&codes, &codes), (&packed(Sums::Times(1), &x).0, &same));
+        assert_eq!((&codes, &codes), (&packed(Sums::Pairs(1).whole(), &x).0, &same));
         for (g, codes) in codes.chunks(32).enumerate() {
             let sum = |pair: usize| (0..32).filter(|i| i % 4 / 2 == pair).map(|i| codes[i]).sum::<i32>();
             assert_eq!(with_sums[2 * g..][..2], [sums[g], (sum(0) + sum(1)) << 16]);
@@ -431,7 +442,7 @@ mod tests {
         }
         // Of halves, with codes of 0..=63 in 16 columns, which are smaller where they would not fit.
         let (codes, _, sums) = packed(Sums::PairHalves(-32), &x);
-        assert_eq!(codes, packed(Sums::Halves(-32), &x).0);
+        assert_eq!(codes, packed(Sums::PairHalves(-32).whole(), &x).0);
         assert!(codes[96..].iter().all(|&c| (-63..-60).contains(&c)), "{:?}", &codes[96..]);
         for (half, codes) in codes.chunks(16).enumerate() {
             for pair in [0, 1] {
