@@ -3,14 +3,13 @@
 
 use std::ops::Range;
 
-use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
-use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
-use kt_core::cpu::memory::AlignedBytes;
+use kt_core::cpu::input::InputLayout;
+use kt_core::cpu::kernel::{Kernel, Weights};
 use kt_core::cpu::tier::Tier;
 use kt_core::format::ALL;
 use kt_core::source::WeightSource;
 use kt_core::source::synthetic::SyntheticSource;
-use kt_core::testing::Random;
+use kt_core::testing::{self, Random, Rows, weights};
 use kt_core::{Format, Group, Matrix, Proj, ScaleType, Unsupported};
 
 use crate::unit::Unit;
@@ -38,56 +37,15 @@ fn matrix(format: Format, outputs: usize, cols: usize) -> Option<Matrix> {
     Some(source.matrix(0, 0, Proj::Gate).expect("a matrix"))
 }
 
-fn pack(kernel: Amx, matrix: &Matrix) -> Weights {
-    let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
-    match kernel.packed_bytes(format, rows, cols) {
-        None => Weights::in_place(matrix.clone()),
-        Some(bytes) => {
-            let mut memory = AlignedBytes::default();
-            let out = memory.get(bytes);
-            out.fill(0);
-            kernel.pack(matrix, 0..matrix.rows(), out);
-            Weights::packed(format, rows, cols, out.to_vec().into())
-        }
-    }
-}
-
-struct Rows {
-    layout: InputLayout,
-    n: usize,
-    cols: usize,
-    bytes: Vec<u8>,
-}
-
-impl Rows {
-    fn new(kernel: Amx, layout: InputLayout, x: &[f32], cols: usize) -> Self {
-        let n = x.len() / cols;
-        let mut bytes = vec![0; layout.bytes(n, cols)];
-        for (i, out) in bytes.chunks_exact_mut(layout.block_bytes()).enumerate() {
-            let (block, row) = (i / n, i % n);
-            kernel.pack_input(layout, &x[row * cols + block * BLOCK..row * cols + cols.min((block + 1) * BLOCK)], out);
-        }
-        Rows { layout, n, cols, bytes }
-    }
-
-    fn view(&self) -> Inputs<'_> {
-        Inputs::new(self.layout, self.n, self.cols, &self.bytes)
-    }
-}
-
 fn inputs(n: usize, cols: usize) -> Vec<f32> {
     let mut random = Random(n as u64);
     (0..n * cols).map(|_| random.normal()).collect()
 }
 
 /// Bits of a product.
-fn product(kernel: impl Kernel, w: &Weights, outputs: Range<usize>, x: &Rows, rows: Range<usize>) -> Vec<u32> {
-    let mut out = vec![f32::NAN; rows.len() * outputs.len()];
-    let mut scratch = Scratch::default();
-    // What is in the buffers is not to matter.
-    scratch.panel.get(1 << 20).fill(0xff);
-    kernel.product(Outputs::new(w, outputs), x.view(), rows, &mut out, &mut scratch);
-    out.into_iter().map(f32::to_bits).collect()
+fn product(kernel: impl Kernel, w: &Weights, outputs: Range<usize>, x: &Rows, rows: Range<u32>) -> Vec<u32> {
+    let rows: Vec<u32> = rows.collect();
+    testing::product(kernel, w, outputs, x, &rows).into_iter().map(f32::to_bits).collect()
 }
 
 /// Every format with the shapes it can have: no multiples of tiles, blocks or what is cached, and some that are.
@@ -107,8 +65,8 @@ fn int8_products_have_the_bits_of_vnni() {
     for (format, matrix) in cases() {
         let (outputs, cols) = (matrix.rows(), matrix.cols());
         let Ok((layout @ InputLayout::Int8 { .. }, _)) = kernel.accepts(format, outputs, cols) else { continue };
-        let w = pack(kernel, &matrix);
-        let in_place = Some(pack(kernel.in_place(), &matrix)).filter(|w| w.matrix().is_some());
+        let w = weights(kernel, &matrix);
+        let in_place = Some(weights(kernel.in_place(), &matrix)).filter(|w| w.matrix().is_some());
         let x = Rows::new(kernel, layout, &inputs(70, cols), cols);
         for (rows, range) in [
             (0..70, 0..outputs),
@@ -139,7 +97,7 @@ fn bf16_products_have_the_same_bits_for_any_number_of_rows() {
     for (format, matrix) in cases() {
         let (outputs, cols) = (matrix.rows(), matrix.cols());
         let Ok((layout @ InputLayout::Bf16, _)) = kernel.accepts(format, outputs, cols) else { continue };
-        let w = pack(kernel, &matrix);
+        let w = weights(kernel, &matrix);
         let mut x = inputs(40, cols);
         // Of any size, and not numbers: what is below the smallest normal number counts as zero, also in sums.
         let sizes = [0, 46, 80, 110, -20, -80, -110, -118, -122, -126, -130];
@@ -151,9 +109,9 @@ fn bf16_products_have_the_same_bits_for_any_number_of_rows() {
         let x = Rows::new(kernel, layout, &x, cols);
         let all = product(kernel.with_crossover(TILES), &w, 0..outputs, &x, 0..40);
         for (n, crossover) in [(1, VECTORS), (3, VECTORS), (8, VECTORS), (9, VECTORS), (1, TILES), (17, TILES)] {
-            for first in (0..=40 - n).step_by(n) {
+            for first in (0..=40 - n).step_by(n as usize) {
                 let got = product(kernel.with_crossover(crossover), &w, 0..outputs, &x, first..first + n);
-                for (i, (&got, &want)) in got.iter().zip(&all[first * outputs..]).enumerate() {
+                for (i, (&got, &want)) in got.iter().zip(&all[first as usize * outputs..]).enumerate() {
                     // Not a number is one for all; which one is the instructions' affair.
                     let [a, b] = [got, want].map(f32::from_bits);
                     assert!(
@@ -181,18 +139,13 @@ fn bf16_products_are_those_of_the_decoded_weights() {
         let (outputs, cols) = (matrix.rows(), matrix.cols());
         let Ok((layout @ InputLayout::Bf16, _)) = kernel.accepts(format, outputs, cols) else { continue };
         let x = Rows::new(kernel, layout, &inputs(19, cols), cols);
-        let got = product(kernel.with_crossover(TILES), &pack(kernel, &matrix), 0..outputs, &x, 0..19);
+        let got = product(kernel.with_crossover(TILES), &weights(kernel, &matrix), 0..outputs, &x, 0..19);
         let mut decoded = vec![0f32; cols];
         let (mut difference, mut size) = (0f64, 0f64);
         for o in 0..outputs {
             matrix.decode_row(o, &mut decoded);
             for row in 0..19 {
-                let input = |k: usize| {
-                    let block = x.view().block(k / BLOCK, row);
-                    let at = k % BLOCK * 2;
-                    f32::from_bits((u16::from_le_bytes([block[at], block[at + 1]]) as u32) << 16) as f64
-                };
-                let want: f64 = decoded.iter().enumerate().map(|(k, &w)| w as f64 * input(k)).sum();
+                let want: f64 = decoded.iter().enumerate().map(|(k, &w)| w as f64 * x.get(row, k)).sum();
                 difference += (want - f32::from_bits(got[row * outputs + o]) as f64).abs();
                 size += want.abs();
             }
@@ -215,7 +168,7 @@ fn extreme_codes_do_not_saturate() {
             let matrix = Matrix::new(format, 16, cols, codes.into(), scales).unwrap();
             let (layout, _) = kernel.accepts(format, 16, cols).unwrap();
             let x = Rows::new(kernel, layout, &vec![sign; cols * 20], cols);
-            let got = product(kernel.with_crossover(TILES), &pack(kernel, &matrix), 0..16, &x, 0..20);
+            let got = product(kernel.with_crossover(TILES), &weights(kernel, &matrix), 0..16, &x, 0..20);
             let want = sign * value * cols as f32;
             assert!(got.iter().all(|&v| f32::from_bits(v) == want), "{code:#x} {sign}");
         }

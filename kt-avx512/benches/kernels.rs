@@ -8,14 +8,13 @@ mod x86 {
     use criterion::{BenchmarkId, Criterion, Throughput};
     use kt_avx512::Avx;
     use kt_core::Proj;
-    use kt_core::cpu::input::{BLOCK, Inputs};
     use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
     use kt_core::cpu::memory::zeroed_pages;
     use kt_core::cpu::tier::Tier;
     use kt_core::format::{ALL, Format};
     use kt_core::source::WeightSource;
     use kt_core::source::synthetic::SyntheticSource;
-    use kt_core::testing::Random;
+    use kt_core::testing::{Random, Rows};
 
     /// Outputs and inputs: gate or up of an expert of Qwen3-30B-A3B, 1.5 MiB in INT8.
     const SHAPE: (usize, usize) = (768, 2048);
@@ -41,12 +40,9 @@ mod x86 {
         let mut group = c.benchmark_group(format!("product/{}/{format}/{outputs}x{cols}", kernel.tier()));
         for rows in [1, 4, 16, 64] {
             let mut random = Random(2);
-            let mut packed = vec![0; layout.bytes(rows, cols)];
-            for block in packed.chunks_exact_mut(layout.block_bytes()) {
-                let x: [f32; BLOCK] = std::array::from_fn(|_| random.normal());
-                kernel.pack_input(layout, &x, block);
-            }
-            let x = Inputs::new(layout, rows, cols, &packed);
+            let values: Vec<f32> = (0..rows * cols).map(|_| random.normal()).collect();
+            let inputs = Rows::new(kernel, layout, &values, cols);
+            let x = inputs.view();
             let (mut out, mut scratch) = (vec![0.0; rows * outputs], Scratch::default());
             group.throughput(match rows {
                 ..MANY => Throughput::Bytes(bytes),

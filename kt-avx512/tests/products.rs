@@ -2,13 +2,12 @@
 
 #![cfg(target_arch = "x86_64")]
 
-use kt_core::cpu::input::{BLOCK, InputLayout, Inputs, Sums};
-use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
-use kt_core::cpu::memory::AlignedBytes;
+use kt_core::cpu::input::{InputLayout, Sums};
+use kt_core::cpu::kernel::Kernel;
 use kt_core::cpu::tier::Tier;
-use kt_core::format::float::{bf16_to_f32, f32_to_bf16};
+use kt_core::format::float::f32_to_bf16;
 use kt_core::format::fp8::E4M3;
-use kt_core::testing::Random;
+use kt_core::testing::{Random, Rows, packs_as_known, product, weights};
 use kt_core::{Format, Group, Matrix, ScaleType};
 
 use kt_avx512::Avx;
@@ -129,68 +128,6 @@ fn random_matrix(format: Format, rows: usize, cols: usize, kind: ScaleType, seed
     Some(matrix.with_zero_points(zeros).expect("zero points"))
 }
 
-fn pack(kernel: Avx, matrix: &Matrix) -> Weights {
-    let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
-    let bytes = kernel.packed_bytes(format, rows, cols).expect("packed");
-    assert_eq!(bytes % 64, 0);
-    let mut memory = AlignedBytes::default();
-    let out = memory.get(bytes);
-    kernel.pack(matrix, 0..rows, out);
-    Weights::packed(format, rows, cols, out.to_vec().into())
-}
-
-struct Rows {
-    layout: InputLayout,
-    n: usize,
-    cols: usize,
-    bytes: Vec<u8>,
-}
-
-impl Rows {
-    fn new(kernel: Avx, layout: InputLayout, x: &[f32], cols: usize) -> Self {
-        let n = x.len() / cols;
-        let size = layout.block_bytes();
-        let mut bytes = vec![0; layout.bytes(n, cols)];
-        for (i, out) in bytes.chunks_exact_mut(size).enumerate() {
-            let (block, row) = (i / n, i % n);
-            let end = cols.min((block + 1) * BLOCK);
-            kernel.pack_input(layout, &x[row * cols + block * BLOCK..row * cols + end], out);
-        }
-        Rows { layout, n, cols, bytes }
-    }
-
-    fn view(&self) -> Inputs<'_> {
-        Inputs::new(self.layout, self.n, self.cols, &self.bytes)
-    }
-
-    /// Input `k` of a row, as packed.
-    fn get(&self, row: usize, k: usize) -> f64 {
-        let block = self.view().block(k / BLOCK, row);
-        let k = k % BLOCK;
-        let f32_at = |at: usize| f32::from_le_bytes(block[at..at + 4].try_into().unwrap());
-        match self.layout {
-            InputLayout::F32 => f32_at(k * 4) as f64,
-            InputLayout::Bf16 => bf16_to_f32(u16::from_le_bytes([block[k * 2], block[k * 2 + 1]])) as f64,
-            InputLayout::Int8 { group, .. } => block[k] as i8 as f64 * f32_at(BLOCK + k / group * 4) as f64,
-        }
-    }
-}
-
-/// The product with some rows of `x`, which lie between others.
-fn product(kernel: Avx, w: &Weights, outputs: std::ops::Range<usize>, x: &Rows, rows: &[u32]) -> Vec<f32> {
-    let mut out = vec![f32::NAN; rows.len() * outputs.len()];
-    let around: Vec<u32> = [&[0, 0], rows, &[0]].concat();
-    let blocks = (0..x.view().blocks()).flat_map(|b| around.iter().map(move |&r| (b, r as usize)));
-    let mut memory = AlignedBytes::default();
-    let bytes = memory.get(x.layout.bytes(around.len(), x.cols));
-    for (to, (b, r)) in bytes.chunks_exact_mut(x.layout.block_bytes()).zip(blocks) {
-        to.copy_from_slice(x.view().block(b, r));
-    }
-    let picked = Inputs::new(x.layout, around.len(), x.cols, bytes);
-    kernel.product(Outputs::new(w, outputs), picked, 2..2 + rows.len(), &mut out, &mut Scratch::default());
-    out
-}
-
 fn bits(v: &[f32]) -> Vec<u32> {
     v.iter().map(|v| v.to_bits()).collect()
 }
@@ -224,7 +161,7 @@ fn products_match_plain_sums() {
             for (rows, cols) in SHAPES {
                 let Some(matrix) = random_matrix(format, rows, cols, ScaleType::Bf16, 7) else { continue };
                 let (layout, _) = kernel.accepts(format, rows, cols).expect("accepted");
-                let w = pack(kernel, &matrix);
+                let w = weights(kernel, &matrix);
                 let x = Rows::new(kernel, layout, &random_inputs(40, cols, 9), cols);
                 let mut random = Random(3);
                 for n in [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 40, 300] {
@@ -248,7 +185,7 @@ fn all_scale_types_are_kept() {
                 let Some(matrix) = random_matrix(format, 40, 384, kind, 17) else { continue };
                 let (layout, _) = kernel.accepts(format, 40, 384).expect("accepted");
                 let x = Rows::new(kernel, layout, &random_inputs(3, 384, 19), 384);
-                let got = product(kernel, &pack(kernel, &matrix), 0..40, &x, &[0, 1, 2]);
+                let got = product(kernel, &weights(kernel, &matrix), 0..40, &x, &[0, 1, 2]);
                 let error = worst_error(&matrix, &x, &[0, 1, 2], &got);
                 let grouped = matches!(
                     format,
@@ -274,7 +211,7 @@ fn a_number_does_not_depend_on_what_is_computed_with_it() {
             let (rows, cols) = (139, 384);
             let Some(matrix) = random_matrix(format, rows, cols, ScaleType::Bf16, 27) else { continue };
             let (layout, _) = kernel.accepts(format, rows, cols).expect("accepted");
-            let w = pack(kernel, &matrix);
+            let w = weights(kernel, &matrix);
             let x = Rows::new(kernel, layout, &random_inputs(N, cols, 29), cols);
             let all: Vec<u32> = (0..N as u32).collect();
             let want = product(kernel, &w, 0..rows, &x, &all);
@@ -311,7 +248,7 @@ fn int8_products_are_the_same_on_every_tier() {
             .map(|&kernel| {
                 let (layout, _) = kernel.accepts(format, 96, 768).expect("accepted");
                 let x = Rows::new(kernel, layout, &random_inputs(10, 768, 39), 768);
-                bits(&product(kernel, &pack(kernel, &matrix), 0..96, &x, &[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]))
+                bits(&product(kernel, &weights(kernel, &matrix), 0..96, &x, &[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]))
             })
             .collect();
         assert!(results.windows(2).all(|w| w[0] == w[1]), "{format} differs between tiers");
@@ -328,7 +265,7 @@ fn products_of_f32_inputs_are_the_same_on_every_tier_that_has_them() {
             let (layout, _) = kernel.accepts(format, 75, 768).expect("accepted");
             if layout == InputLayout::F32 {
                 let x = Rows::new(kernel, layout, &random_inputs(20, 768, 59), 768);
-                results.push(bits(&product(kernel, &pack(kernel, &matrix), 0..75, &x, &rows)));
+                results.push(bits(&product(kernel, &weights(kernel, &matrix), 0..75, &x, &rows)));
             }
         }
         assert!(results.windows(2).all(|w| w[0] == w[1]), "{format} differs between tiers");
@@ -379,7 +316,7 @@ fn extreme_codes_do_not_saturate() {
             for sign in [-127.0f32, 127.0] {
                 let x = Rows::new(kernel, layout, &vec![sign; cols * 9], cols);
                 for rows in [&[0u32][..], &[0, 1, 2, 3, 4, 5, 6, 7, 8]] {
-                    let got = product(kernel, &pack(kernel, &matrix), 0..16, &x, rows);
+                    let got = product(kernel, &weights(kernel, &matrix), 0..16, &x, rows);
                     let want = sign * value * cols as f32;
                     assert!(got.iter().all(|&v| v == want), "{} {format} {code:#x}: {want} {got:?}", kernel.tier());
                 }
@@ -400,7 +337,7 @@ fn every_fp8_code_is_exact() {
             let (r, c) = format.scale_shape(rows, cols).unwrap();
             let scales: Vec<u8> = (0..r * c).flat_map(|_| 1f32.to_le_bytes()).collect();
             let matrix = Matrix::new(format, rows, cols, codes.into(), Some((scales.into(), ScaleType::F32))).unwrap();
-            let w = pack(kernel, &matrix);
+            let w = weights(kernel, &matrix);
             let (layout, _) = kernel.accepts(format, rows, cols).unwrap();
             let x = Rows::new(kernel, layout, &vec![1.0; cols * 9], cols);
             for n in [1, 9] {
@@ -423,13 +360,13 @@ fn nan_codes_make_their_output_nan_and_touch_no_other_panel() {
             let x = Rows::new(kernel, layout, &random_inputs(13, cols, 69), cols);
             let all: Vec<u32> = (0..13).collect();
             let Some(matrix) = random_matrix(format, rows, cols, ScaleType::Bf16, 67) else { continue };
-            let without = product(kernel, &pack(kernel, &matrix), 0..rows, &x, &all);
+            let without = product(kernel, &weights(kernel, &matrix), 0..rows, &x, &all);
             for (output, column, nan) in [(0, 0, 0x7f), (17, 131, 0xff), (47, 299, 0x7f), (74, 97, 0xff)] {
                 let mut codes: Vec<u8> = (0..rows).flat_map(|o| matrix.row(o).to_vec()).collect();
                 codes[output * cols + column] = nan;
                 let scales = matrix.scales().expect("scales");
                 let scales = Some((scales.bytes().to_vec().into(), scales.kind()));
-                let w = pack(kernel, &Matrix::new(format, rows, cols, codes.into(), scales).expect("a matrix"));
+                let w = weights(kernel, &Matrix::new(format, rows, cols, codes.into(), scales).expect("a matrix"));
                 let got = product(kernel, &w, 0..rows, &x, &all);
                 for (i, (got, without)) in got.iter().zip(&without).enumerate() {
                     let o = i % rows;
@@ -458,7 +395,7 @@ fn inputs_of_any_size_give_the_same_in_any_batch() {
         for format in [Format::Fp8Block, Format::Fp8Channel, Format::Mxfp8] {
             let (layout, _) = kernel.accepts(format, rows, cols).expect("accepted");
             let Some(matrix) = random_matrix(format, rows, cols, ScaleType::Bf16, 77) else { continue };
-            let w = pack(kernel, &matrix);
+            let w = weights(kernel, &matrix);
             let mut x = random_inputs(13, cols, 79);
             for (row, x) in x.chunks_exact_mut(cols).enumerate() {
                 let sizes = [0, 46, 47, 48, 80, 100, 110, -20, -60, -80, -100, -126, -140];
@@ -491,7 +428,7 @@ fn nan_and_infinity_stay_in_their_row() {
             let (rows, cols) = (48, 192);
             let Some(matrix) = random_matrix(format, rows, cols, ScaleType::Bf16, 47) else { continue };
             let (layout, _) = kernel.accepts(format, rows, cols).expect("accepted");
-            let w = pack(kernel, &matrix);
+            let w = weights(kernel, &matrix);
             for bad in [f32::NAN, f32::INFINITY] {
                 let mut x = random_inputs(13, cols, 49);
                 x[5 * cols + 150] = bad;
@@ -607,25 +544,9 @@ fn fixed_matrices(format: Format) -> Vec<Matrix> {
 
 #[test]
 fn packed_bytes_change_with_the_layout_version_only() {
-    let kernels = kernels();
-    let Some(&kernel) = kernels.last() else { return };
-    let found: Vec<(String, u64)> = formats()
-        .into_iter()
-        .map(|format| {
-            let packed = |kernel: Avx| -> Vec<u8> {
-                fixed_matrices(format).iter().flat_map(|m| pack(kernel, m).bytes().to_vec()).collect()
-            };
-            let bytes = packed(kernel);
-            kernels.iter().for_each(|&k| assert!(packed(k) == bytes, "{format}: {} packs otherwise", k.tier()));
-            (format.to_string(), xxhash_rust::xxh3::xxh3_64_with_seed(&bytes, kernel.layout_version().into()))
-        })
-        .collect();
-    let table: String = found.iter().map(|(name, sum)| format!("    ({name:?}, {sum:#018x}),\n")).collect();
-    let known: Vec<(String, u64)> = PACKED.iter().map(|&(name, sum)| (name.to_owned(), sum)).collect();
-    assert!(
-        found == known,
-        "what is packed has changed: raise layout::VERSION, run again, and write this into PACKED:\n{table}"
-    );
+    for kernel in kernels() {
+        packs_as_known(kernel, PACKED, formats().into_iter().map(|format| (format, fixed_matrices(format))));
+    }
 }
 
 #[test]

@@ -9,10 +9,9 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use kt_core::cpu::input::{BLOCK, InputLayout, Inputs, pack_block};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
 use kt_core::cpu::tier::Tier;
-use kt_core::testing::Random;
+use kt_core::testing::{Random, Rows, weights};
 use kt_core::{Format, Matrix};
 use kt_llamafile::Llamafile;
 
@@ -46,20 +45,9 @@ fn matrices(format: Format, (rows, cols): (usize, usize)) -> Vec<Weights> {
     }
     let kernel = Llamafile::detect(Tier::Amx).expect("a kernel to bench");
     let matrix = Matrix::new(format, rows, cols, codes.into(), None).expect("a valid matrix");
-    let mut packed = vec![0; kernel.packed_bytes(format, rows, cols).expect("packed")];
-    kernel.pack(&matrix, 0..rows, &mut packed);
+    let packed = weights(kernel, &matrix).bytes().to_vec();
     let copies = WEIGHT_BYTES.div_ceil(packed.len());
     (0..copies).map(|_| Weights::packed(format, rows, cols, packed.clone().into())).collect()
-}
-
-fn packed(layout: InputLayout, rows: usize, cols: usize) -> Vec<u8> {
-    let mut random = Random(2);
-    let mut bytes = vec![0; layout.bytes(rows, cols)];
-    for block in bytes.chunks_exact_mut(layout.block_bytes()) {
-        let x: [f32; BLOCK] = std::array::from_fn(|_| random.normal());
-        pack_block(layout, &x, block);
-    }
-    bytes
 }
 
 fn products(c: &mut Criterion) {
@@ -76,8 +64,10 @@ fn products(c: &mut Criterion) {
                         Throughput::Elements(2 * (rows * outputs * cols) as u64)
                     });
                     let (layout, _) = kernel.accepts(format, outputs, cols).expect("a format of this backend");
-                    let bytes = packed(layout, rows, cols);
-                    let x = Inputs::new(layout, rows, cols, &bytes);
+                    let mut random = Random(2);
+                    let values: Vec<f32> = (0..rows * cols).map(|_| random.normal()).collect();
+                    let inputs = Rows::new(kernel, layout, &values, cols);
+                    let x = inputs.view();
                     let (mut out, mut scratch, mut next) = (vec![0.0; rows * TASK], Scratch::default(), 0);
                     group.bench_function(BenchmarkId::from_parameter(rows), |b| {
                         b.iter(|| {

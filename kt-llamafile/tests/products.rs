@@ -2,15 +2,11 @@
 
 #![cfg(target_arch = "x86_64")]
 
-use std::ops::Range;
-
 use kt_avx512::engine::Ports;
-use kt_core::cpu::input::{BLOCK, InputLayout, Inputs, pack_block};
-use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
-use kt_core::cpu::memory::AlignedBytes;
+use kt_core::cpu::kernel::Kernel;
 use kt_core::cpu::tier::Tier;
 use kt_core::format::{ALL, ggml};
-use kt_core::testing::{Random, f16_scales_at};
+use kt_core::testing::{Random, Rows, f16_scales_at, packs_as_known, product, weights};
 use kt_core::{Format, Group, Matrix};
 use kt_llamafile::{Llamafile, as_packed};
 
@@ -152,61 +148,15 @@ fn random_rows(rows: usize, cols: usize, seed: u64) -> Vec<f32> {
     (0..rows * cols).map(|_| random.normal()).collect()
 }
 
-/// Packs `x: [rows, cols]` as the portable code does.
-fn packed(layout: InputLayout, x: &[f32], rows: usize, cols: usize) -> Vec<u8> {
-    let mut bytes = vec![0; layout.bytes(rows, cols)];
-    for (i, block) in bytes.chunks_exact_mut(layout.block_bytes()).enumerate() {
-        let (b, r) = (i / rows, i % rows);
-        let row = &x[r * cols..][..cols];
-        pack_block(layout, &row[b * BLOCK..cols.min((b + 1) * BLOCK)], block);
-    }
-    bytes
-}
-
-/// The packed rows as numbers, exactly.
-fn unpacked(x: &Inputs<'_>) -> Vec<f64> {
-    let InputLayout::Int8 { group, .. } = x.layout() else { panic!("{}", x.layout()) };
-    let mut out = vec![0.0; x.rows() * x.cols()];
-    for (i, v) in out.iter_mut().enumerate() {
-        let (r, k) = (i / x.cols(), i % x.cols());
-        let block = x.block(k / BLOCK, r);
-        let scale = f32::from_le_bytes(block[BLOCK + k % BLOCK / group * 4..][..4].try_into().unwrap());
-        *v = scale as f64 * (block[k % BLOCK] as i8) as f64;
-    }
-    out
-}
-
-/// Weights as a kernel wants them.
-fn pack(k: Llamafile, m: &Matrix) -> Weights {
-    let Some(bytes) = k.packed_bytes(m.format(), m.rows(), m.cols()) else { return Weights::in_place(m.clone()) };
-    let mut bytes = vec![0; bytes];
-    k.pack(m, 0..m.rows(), &mut bytes);
-    Weights::packed(m.format(), m.rows(), m.cols(), bytes.into())
-}
-
-/// The product with some rows of `x`.
-fn product(k: Llamafile, weights: &Weights, outputs: Range<usize>, x: Inputs<'_>, rows: &[u32]) -> Vec<f32> {
-    let mut out = vec![f32::NAN; rows.len() * outputs.len()];
-    let blocks = (0..x.blocks()).flat_map(|b| rows.iter().map(move |&r| x.block(b, r as usize)));
-    let mut memory = AlignedBytes::default();
-    let picked = memory.get(x.layout().bytes(rows.len(), x.cols()));
-    for (to, from) in picked.chunks_exact_mut(x.layout().block_bytes()).zip(blocks) {
-        to.copy_from_slice(from);
-    }
-    let x = Inputs::new(x.layout(), rows.len(), x.cols(), picked);
-    k.product(Outputs::new(weights, outputs), x, 0..rows.len(), &mut out, &mut Scratch::default());
-    out
-}
-
 /// The largest error relative to the sum of magnitudes, against F64 arithmetic on packed weights and inputs.
-fn error(m: &Matrix, x: &Inputs<'_>, rows: &[u32], out: &[f32]) -> f64 {
-    let (w, x_values, cols) = (as_packed(m), unpacked(x), m.cols());
+fn error(m: &Matrix, x: &Rows, rows: &[u32], out: &[f32]) -> f64 {
+    let (w, cols) = (as_packed(m), m.cols());
     let mut worst = 0f64;
     for (&row, out) in rows.iter().zip(out.chunks_exact(m.rows())) {
-        let x = &x_values[row as usize * cols..][..cols];
+        let x: Vec<f64> = (0..cols).map(|k| x.get(row as usize, k)).collect();
         for (w, &got) in w.chunks_exact(cols).zip(out) {
             let (mut want, mut size) = (0f64, f64::MIN_POSITIVE);
-            for (&w, &x) in w.iter().zip(x) {
+            for (&w, &x) in w.iter().zip(&x) {
                 want += w as f64 * x;
                 size += (w as f64 * x).abs();
             }
@@ -228,9 +178,8 @@ fn products_match_plain_arithmetic_for_all_shapes() {
                 let mut first: Option<Vec<f32>> = None;
                 for k in kernels_of(format) {
                     let (layout, _) = k.accepts(format, outputs, cols).unwrap();
-                    let bytes = packed(layout, &values, count, cols);
-                    let x = Inputs::new(layout, count, cols, &bytes);
-                    let out = product(k, &pack(k, &m), 0..outputs, x, &rows);
+                    let x = Rows::new(k, layout, &values, cols);
+                    let out = product(k, &weights(k, &m), 0..outputs, &x, &rows);
                     let what = format!("{format} [{outputs}, {cols}] x {count} rows on {}", name(k, format));
                     // One rounding of F32 per step of 16 or 32 columns, far below the sum of magnitudes.
                     let error = error(&m, &x, &rows, &out);
@@ -251,10 +200,9 @@ fn extreme_codes_do_not_overflow() {
             let values: Vec<f32> = (0..10 * 512).map(|i| pattern[i % 2]).collect();
             for k in kernels_of(format) {
                 let (layout, _) = k.accepts(format, 18, 512).unwrap();
-                let bytes = packed(layout, &values, 10, 512);
-                let x = Inputs::new(layout, 10, 512, &bytes);
+                let x = Rows::new(k, layout, &values, 512);
                 for rows in [&[0, 1][..], &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]] {
-                    let error = error(&m, &x, rows, &product(k, &pack(k, &m), 0..18, x, rows));
+                    let error = error(&m, &x, rows, &product(k, &weights(k, &m), 0..18, &x, rows));
                     assert!(error < 3e-6, "{format} on {}: relative error {error:e}", name(k, format));
                 }
             }
@@ -272,16 +220,15 @@ fn numbers_do_not_depend_on_other_rows_or_on_cuts() {
         let values = random_rows(count, cols, 3);
         for k in kernels_of(format) {
             let (layout, _) = k.accepts(format, outputs, cols).unwrap();
-            let bytes = packed(layout, &values, count, cols);
-            let x = Inputs::new(layout, count, cols, &bytes);
-            let weights = pack(k, &m);
+            let x = Rows::new(k, layout, &values, cols);
+            let w = weights(k, &m);
             let all: Vec<u32> = (0..count as u32).collect();
-            let whole = product(k, &weights, 0..outputs, x, &all);
+            let whole = product(k, &w, 0..outputs, &x, &all);
             let lists: [&[u32]; 6] =
                 [&[69], &[5, 5, 5], &[3, 1, 2, 1], &[0, 69, 34, 17, 8, 8, 2], &[9, 8, 7, 6, 5, 4, 3, 2, 1, 0], &[]];
             for rows in lists {
                 for cut in [0..outputs, 0..16, 64..outputs, 128..129, 64..150, 128..128] {
-                    let out = product(k, &weights, cut.clone(), x, rows);
+                    let out = product(k, &w, cut.clone(), &x, rows);
                     assert_eq!(out.len(), rows.len() * cut.len());
                     for (i, &row) in rows.iter().enumerate() {
                         for (j, output) in cut.clone().enumerate() {
@@ -306,9 +253,9 @@ fn rows_may_lie_apart() {
     let odd = m.select_rows(1, 2, 33).unwrap();
     for k in kernels() {
         let (layout, _) = k.accepts(Format::Q4K, 66, 256).unwrap();
-        let bytes = packed(layout, &random_rows(3, 256, 5), 3, 256);
-        let x = Inputs::new(layout, 3, 256, &bytes);
-        let (all, some) = (product(k, &pack(k, &m), 0..66, x, &[2]), product(k, &pack(k, &odd), 0..33, x, &[2]));
+        let x = Rows::new(k, layout, &random_rows(3, 256, 5), 256);
+        let of = |m: &Matrix| product(k, &weights(k, m), 0..m.rows(), &x, &[2]);
+        let (all, some) = (of(&m), of(&odd));
         for (i, v) in some.iter().enumerate() {
             assert_eq!(*v, all[2 * i + 1]);
         }
@@ -323,9 +270,8 @@ fn a_non_finite_input_poisons_its_row_only() {
         values[256 + 77] = f32::NAN;
         for k in kernels_of(format) {
             let (layout, _) = k.accepts(format, 16, 256).unwrap();
-            let bytes = packed(layout, &values, 3, 256);
-            let x = Inputs::new(layout, 3, 256, &bytes);
-            let out = product(k, &pack(k, &m), 0..16, x, &[0, 1, 2]);
+            let x = Rows::new(k, layout, &values, 256);
+            let out = product(k, &weights(k, &m), 0..16, &x, &[0, 1, 2]);
             assert!(out[16..32].iter().all(|v| v.is_nan()), "{format} on {}", name(k, format));
             assert!(out[..16].iter().chain(&out[32..]).all(|v| v.is_finite()), "{format} on {}", name(k, format));
         }
@@ -361,26 +307,16 @@ fn only_iq1_iq2_and_iq3_can_be_in_place() {
 
 #[test]
 fn packed_bytes_change_with_the_layout_version_only() {
-    let kernel = kernels()[0];
-    let mut found = Vec::new();
-    for format in native() {
+    let matrices = |format: Format| {
         let (rows, cols) = (37, if ggml::block(format).unwrap().0 == 32 { 416 } else { 1280 });
-        let Some(bytes) = kernel.packed_bytes(format, rows, cols) else { continue };
         // Random bits, as scales too: they are moved, not computed with.
         let mut random = Random(1);
         let blocks: Vec<u8> = (0..rows * format.row_bytes(cols).unwrap()).map(|_| random.bits() as u8).collect();
-        let matrix = Matrix::new(format, rows, cols, blocks.into(), None).unwrap();
-        let mut packed = vec![0; bytes];
-        kernel.pack(&matrix, 0..rows, &mut packed);
-        found.push((format.to_string(), xxhash_rust::xxh3::xxh3_64_with_seed(&packed, kernel.layout_version().into())));
+        (format, vec![Matrix::new(format, rows, cols, blocks.into(), None).unwrap()])
+    };
+    for kernel in kernels() {
+        packs_as_known(kernel, PACKED, native().into_iter().map(matrices));
     }
-    assert!(found.len() > 10, "{found:?}");
-    let table: String = found.iter().map(|(name, sum)| format!("    ({name:?}, {sum:#018x}),\n")).collect();
-    let known: Vec<(String, u64)> = PACKED.iter().map(|&(name, sum)| (name.to_owned(), sum)).collect();
-    assert!(
-        found == known,
-        "what is packed has changed: raise layout::VERSION, run again, and write this into PACKED:\n{table}"
-    );
 }
 
 #[test]

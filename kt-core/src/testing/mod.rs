@@ -13,6 +13,7 @@
 mod allocations;
 mod device;
 mod naive;
+mod packed;
 
 use std::sync::Arc;
 
@@ -35,6 +36,7 @@ use crate::work::{Hidden, Spent, Work};
 pub use allocations::{Counting, prepared_calls_allocate_nothing};
 pub use device::{Fault, TestDevice};
 pub use naive::Naive;
+pub use packed::{Rows, packs_as_known, product, weights};
 
 /// Deterministic random numbers (splitmix64): for test data, not for statistics.
 #[derive(Debug, Clone)]
