@@ -15,7 +15,7 @@ use crate::ahead;
 use crate::inputs::PackInput;
 use crate::isa::{self, Isa, Job, Ports};
 use crate::layout::{self, CHUNK, Layout, MOST_PANELS, PANEL};
-use crate::lines::E2M1_ZERO;
+use crate::lines::{E2M1_ZERO, SHIFTED};
 use crate::product::Product;
 use crate::tiled::TileUnit;
 
@@ -151,7 +151,7 @@ impl Kernel for Avx {
             }
             Format::Int4Asym(g) => {
                 check_group(format, g)?;
-                small(CHUNK, 1, how!(self, int8, "nibbles packed 16 x 8, F16 scales, zero points"))
+                small(CHUNK, -SHIFTED, how!(self, int8, "nibbles packed 16 x 8, F16 scales, zero points"))
             }
             Format::Mxfp4 => {
                 small(CHUNK, -E2M1_ZERO, how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E8M0 scales"))

@@ -2,8 +2,10 @@
 
 #![allow(unsafe_code)] // kernel
 
+use kt_core::cpu::input::BLOCK;
+
 use crate::isa::{Isa, Job};
-use crate::layout::{BUNDLE, LINE, PANEL, spread};
+use crate::layout::{BUNDLE, CHUNK, LINE, PANEL, spread};
 
 /// How the lines of a panel are stored, and how one becomes operands.
 pub trait Lines: Copy {
@@ -36,8 +38,6 @@ pub trait Codes: Lines {
     const SPAN: usize;
     /// Whether lines are codes in nibbles, as they are. Unpacking then goes on beside products, so that lines that many rows pass over stay packed.
     const NIBBLES: bool = false;
-    /// Whether [`Scale::shift`] may be added to them, in place of subtracting zero points from each sum.
-    const SHIFTABLE: bool = false;
     /// The same operands, each in a line of its own.
     type Unpacked: Codes;
 }
@@ -117,29 +117,6 @@ impl Codes for Nibbles {
     const SPAN: usize = 32;
     const NIBBLES: bool = true;
     type Unpacked = Bytes<32>;
-}
-
-/// Codes 0..16 in nibbles, 0..=31 once a shift is added to them: 4 x 2 x 31 x 127 < 2^15.
-#[derive(Clone, Copy)]
-pub(crate) struct ShiftedNibbles;
-
-impl Lines for ShiftedNibbles {
-    const OPERANDS: usize = 2;
-    type Table<I: Isa> = ();
-    #[inline(always)]
-    fn table<I: Isa>(_: I) {}
-    #[inline(always)]
-    unsafe fn operands<I: Isa>(isa: I, _: (), at: [*const u8; 2]) -> [I::Int; 2] {
-        // SAFETY: a line, by the caller's promise.
-        unsafe { Nibbles::operands(isa, (), at) }
-    }
-}
-
-impl Codes for ShiftedNibbles {
-    const SPAN: usize = 16;
-    const NIBBLES: bool = true;
-    const SHIFTABLE: bool = true;
-    type Unpacked = Bytes<16>;
 }
 
 /// What is added to twice an E2M1 value, so that it becomes a code 0..=24.
@@ -263,8 +240,12 @@ pub trait Scale: Copy {
     const SUPER: usize = 0;
     /// Whether totals are multiplied with an F32 scale of the output.
     const OUTPUTS: bool;
-    /// Whether a group has its own zero point, which is subtracted from the codes. Inputs then bring the plain sums of their codes.
+    /// Whether a group has its own zero point, which is subtracted from the codes. Inputs then bring the plain sums of their codes, or what
+    /// [`Scale::SHIFTS`] says.
     const ZEROS: bool = false;
+    /// Whether [`Scale::shift`] may be added to codes, in place of subtracting zero points from each sum; to those that are unpacked for many rows it
+    /// is. Inputs then bring the sums of their codes times -[`SHIFTED`].
+    const SHIFTS: bool = false;
     /// Whether a group has a number that is added to its scaled codes. Inputs then bring the scaled sums of their codes.
     const MINIMA: bool = false;
     /// Whether all scales are powers of two.
@@ -347,7 +328,7 @@ static FIRST_OF_FOUR: [u8; 64] = {
     t
 };
 
-/// F16, relative to the scale of the output; then zero points of `ZERO` bytes each.
+/// F16, relative to the scale of the output; then zero points of `ZERO` bytes each, those of one byte of codes of four bits.
 #[derive(Clone, Copy)]
 pub(crate) struct F16Scale<const ZERO: usize>;
 
@@ -355,6 +336,7 @@ impl<const ZERO: usize> Scale for F16Scale<ZERO> {
     const RECORD: usize = PANEL * (2 + ZERO);
     const OUTPUTS: bool = true;
     const ZEROS: bool = ZERO > 0;
+    const SHIFTS: bool = ZERO == 1;
     #[inline(always)]
     unsafe fn load<I: Isa>(isa: I, record: *const u8, _: *const u8) -> I::Flt {
         // SAFETY: readable by the caller's promise.
@@ -457,17 +439,23 @@ impl<L: Lines, const COLUMNS: usize> Steps<L, COLUMNS> {
     }
 }
 
+/// Where the scales of groups are that the columns of a block have, [`CHUNK`] by [`CHUNK`].
+pub type Records<'a> = [&'a [u8]; BLOCK / CHUNK];
+
 /// Unpacks the lines of a block, which has its planes by `COLUMNS` columns. `WIDEN`: each operand of BF16 becomes two lines of F32.
-pub(crate) struct Unpack<'a, L, const COLUMNS: usize, const WIDEN: bool> {
+pub(crate) struct Unpack<'a, L, S, const COLUMNS: usize, const WIDEN: bool> {
     /// Its lines, and those of them that lie apart.
     pub from: [&'a [u8]; 2],
+    /// For [`Scale::SHIFTS`].
+    pub records: Records<'a>,
     pub to: &'a mut [u8],
-    pub lines: std::marker::PhantomData<L>,
+    pub kind: std::marker::PhantomData<(L, S)>,
 }
 
-impl<L: Lines, const COLUMNS: usize, const WIDEN: bool> Job for Unpack<'_, L, COLUMNS, WIDEN> {
+impl<L: Lines, S: Scale, const COLUMNS: usize, const WIDEN: bool> Job for Unpack<'_, L, S, COLUMNS, WIDEN> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
+        const { assert!(!S::SHIFTS || COLUMNS == CHUNK && !WIDEN) };
         let table = L::table(isa);
         let steps = Steps::<L, COLUMNS>::COUNT;
         let lines = if WIDEN { 2 } else { 1 };
@@ -479,10 +467,18 @@ impl<L: Lines, const COLUMNS: usize, const WIDEN: bool> Job for Unpack<'_, L, CO
         let from = self.from.map(<[u8]>::as_ptr);
         for (group, to) in groups.enumerate() {
             let from = Steps::<L, COLUMNS>::after(from, group);
+            let mut shift = isa.splat(0);
+            if S::SHIFTS {
+                let record = self.records[group];
+                assert!(record.len() >= S::RECORD);
+                // SAFETY: the bytes of a record.
+                shift = unsafe { S::shift(isa, record.as_ptr()) };
+            }
             for (step, to) in to.chunks_exact_mut(L::OPERANDS * lines * LINE).enumerate() {
                 // SAFETY: the bytes of a step in both planes: there are those of all groups, as said above.
                 let operands = unsafe { L::operands(isa, table, Steps::<L, COLUMNS>::at(from, step)) };
                 for (to, v) in to.chunks_exact_mut(lines * LINE).zip(operands) {
+                    let v = if S::SHIFTS { isa.add(v, shift) } else { v };
                     let widened = [isa.up::<16>(v), isa.and(v, isa.splat(!0xffff))];
                     for (to, v) in to.chunks_exact_mut(LINE).zip(if WIDEN { widened } else { [v; 2] }) {
                         // SAFETY: `to` is a line.

@@ -18,7 +18,7 @@ use crate::isa::{Isa, Job, Ports, stream_rows};
 use crate::layout::{CHUNK, LINE, Layout, MOST_PANELS, PANEL, SUPER, panels, spread};
 use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
-    Nibbles, NoScale, Scale, ShiftedNibbles, Summed, Unpack,
+    Nibbles, NoScale, Records, Scale, Summed, Unpack,
 };
 use crate::tile::{FloatTile, IntTile, Tile, one_stream, scaled, scaled_blocks};
 use crate::tiled::{self, SUMS_SIZE, Spans, TILE_ROWS};
@@ -53,12 +53,14 @@ pub trait Path<I: Isa> {
     const SCALED_BLOCKS: usize;
     /// Lines that an operand becomes where lines are unpacked.
     const WIDENED: usize;
+    /// Whether lines have zero points added to them where they are unpacked: see [`Scale::SHIFTS`].
+    const SHIFTS: bool;
     /// Rows of the largest tile over cached lines, of so many rows in all: as many as keep sums (and totals, where scales come in between) in registers.
     fn rows(isa: I, rows: usize) -> usize;
     /// Whether that many rows pass over lines that were unpacked for them, if they do not stream.
     fn unpacked(isa: I, rows: usize) -> bool;
-    /// Unpacks the lines of a block, and those of it that lie apart.
-    fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]);
+    /// Unpacks the lines of a block, and those of it that lie apart; its records are for zero points.
+    fn unpack(isa: I, from: [&[u8]; 2], records: Records<'_>, to: &mut [u8]);
     /// Runs a tile of `r` rows x as many panels as few rows have on lines as stored.
     fn stream(isa: I, r: usize, tile: Tile<'_>);
     /// Runs a tile of `r` rows x as many panels as many rows have on lines in the cache, which were unpacked or are operands, or not.
@@ -164,6 +166,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const ONE_STREAM: usize = one_stream::<L, S, XG, WG>();
     const SCALED_BLOCKS: usize = scaled_blocks::<S>();
     const WIDENED: usize = 1;
+    const SHIFTS: bool = S::SHIFTS;
 
     fn rows(isa: I, rows: usize) -> usize {
         if I::TILES {
@@ -187,8 +190,8 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         L::OPERANDS > 1 && !beside_products
     }
 
-    fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]) {
-        isa.run(Unpack::<L, XG, false> { from, to, lines: PhantomData });
+    fn unpack(isa: I, from: [&[u8]; 2], records: Records<'_>, to: &mut [u8]) {
+        isa.run(Unpack::<L, S, XG, false> { from, records, to, kind: PhantomData });
     }
 
     fn stream(isa: I, r: usize, tile: Tile<'_>) {
@@ -232,6 +235,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     const STREAMS: bool = true;
     const ONE_STREAM: usize = 0;
     const SCALED_BLOCKS: usize = 1;
+    const SHIFTS: bool = false;
     // Lines that are operands are widened in the tile: layers of BF16 are 4 to 8 % slower at 32 rows else, and 2 % faster at 64.
     const WIDENED: usize = if L::BF16 && L::OPERANDS > 1 && I::LARGE && I::INPUT_BYTES > 2 { 2 } else { 1 };
 
@@ -253,11 +257,12 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         L::OPERANDS * <Self as Path<I>>::WIDENED > 1
     }
 
-    fn unpack(isa: I, from: [&[u8]; 2], to: &mut [u8]) {
+    fn unpack(isa: I, from: [&[u8]; 2], records: Records<'_>, to: &mut [u8]) {
+        let kind = PhantomData;
         if const { <Self as Path<I>>::WIDENED > 1 } {
-            isa.run(Unpack::<L, BLOCK, true> { from, to, lines: PhantomData });
+            isa.run(Unpack::<L, NoScale, BLOCK, true> { from, records, to, kind });
         } else {
-            isa.run(Unpack::<L, BLOCK, false> { from, to, lines: PhantomData });
+            isa.run(Unpack::<L, NoScale, BLOCK, false> { from, records, to, kind });
         }
     }
 
@@ -336,7 +341,7 @@ impl Job for Product<'_> {
             Format::Int4Asym(g) if blocks(g) => {
                 self.on::<_, Ints<Nibbles, F16Scale<1>, CHUNK, BLOCK>>(int8, Layout::new)
             }
-            Format::Int4Asym(_) => self.on::<_, Ints<ShiftedNibbles, F16Scale<1>, CHUNK, CHUNK>>(int8, Layout::new),
+            Format::Int4Asym(_) => self.on::<_, Ints<Nibbles, F16Scale<1>, CHUNK, CHUNK>>(int8, Layout::new),
             Format::Mxfp4 => self.on::<_, Ints<E2m1, E8m0Scale, CHUNK, CHUNK>>(lookups, Layout::new),
             Format::Nvfp4 => {
                 self.on::<_, Ints<E2m1, E4m3Scale, { mx::NV_COLS }, { mx::NV_COLS }>>(lookups, Layout::new)
@@ -471,7 +476,14 @@ impl Product<'_> {
                         for (block, to) in (start..).zip(to.chunks_exact_mut(operand_block)) {
                             let lines =
                                 layout.lines_at(block).map(|line| from(at, line).get(p * stride..).unwrap_or_default());
-                            K::unpack(isa, lines, to);
+                            let records = if K::SHIFTS {
+                                layout
+                                    .records(block)
+                                    .map(|record| from(at, record).get(p * stride..).unwrap_or_default())
+                            } else {
+                                [&[][..]; _]
+                            };
+                            K::unpack(isa, lines, records, to);
                         }
                     }
                 }

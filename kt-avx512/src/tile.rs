@@ -347,9 +347,6 @@ struct Place {
 impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, const R: usize, const P: usize>
     IntTile<'_, L, S, XG, WG, STREAM, R, P>
 {
-    /// Whether zero points are added to codes: for all rows, where a subtraction is for each. From three rows on it is less.
-    const SHIFTS: bool = S::ZEROS && L::SHIFTABLE && R > 2;
-
     /// Whether it reads one panel in the order of addresses: a single stream, that the hardware asks for in time as long as little is done with
     /// each line.
     const ONE_STREAM: bool = STREAM && P == 1 && R <= one_stream::<L, S, XG, WG>();
@@ -375,6 +372,18 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     /// products with codes less their zero point, 16 or less, of half of 32 columns.
     const fn in_words<I: Isa>() -> bool {
         L::SPAN > 0 && !I::VNNI
+    }
+
+    /// Whether zero points are added to nibbles: for all rows, where a subtraction is for each. From three rows on it is less, with registers of 512
+    /// bits: with others each line takes two additions.
+    const fn shifts<I: Isa>() -> bool {
+        S::SHIFTS && L::NIBBLES && R > 2 && I::LARGE
+    }
+
+    /// Whether zero points are subtracted from sums: if there are any, and they are not in the codes, now or since these were
+    /// [unpacked](crate::lines::Unpack).
+    const fn subtracts<I: Isa>() -> bool {
+        S::ZEROS && !Self::shifts::<I>() && (!S::SHIFTS || L::NIBBLES)
     }
 
     /// Whether sums begin with what inputs bring along. Those of codes with minima, which have no zero point, do so as words if they would not fit
@@ -495,7 +504,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     L::operands(isa, table, at)
                 }
             };
-            if Self::SHIFTS {
+            if const { Self::shifts::<I>() } {
                 // No sum of bytes exceeds one.
                 *w = w.map(|w| isa.add(w, zeros[p]));
             }
@@ -553,8 +562,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         const { assert!(S::WORDS == 0 || WG == BLOCK && S::SUPER > 0 && !S::MINIMA && !S::ZEROS && !S::POWERS) };
         const { assert!(S::WORDS <= 2) };
         const { assert!(L::SPAN == 0 || XG <= 32) };
-        let shifts = Self::SHIFTS;
         let (in_words, begun) = const { (Self::in_words::<I>(), Self::begun::<I>()) };
+        let (shifts, subtracts) = const { (Self::shifts::<I>(), Self::subtracts::<I>()) };
         // Columns of a sum before it is added to the total.
         let columns = if WG == 0 { XG } else { WG };
         // Columns that share a scale of the inputs.
@@ -670,7 +679,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     let mut part = if S::WORDS > 0 { scaled_words } else { [[isa.zero(); P]; R] };
                     for g in 0..columns / scaled {
                         let k = c * columns + g * scaled;
-                        if S::ZEROS && g == 0 {
+                        if (shifts || subtracts) && g == 0 {
                             for (p, zero) in zeros.iter_mut().enumerate() {
                                 let at = scales_at(p, record);
                                 if shifts {
@@ -680,7 +689,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 }
                                 // SAFETY: as above.
                                 let z = unsafe { S::zeros(isa, at) };
-                                *zero = isa.sub(offset, z);
+                                *zero = if S::SHIFTS { z } else { isa.sub(offset, z) };
                                 *zero = if in_words { isa.words(*zero, *zero) } else { isa.and(*zero, words) };
                             }
                         }
@@ -692,19 +701,20 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                     let at = x.wrapping_add(r * input_bytes + sums_at + (k / XG + h) * kept);
                                     // SAFETY: a sum of codes of row `r`, in bounds as said above.
                                     let mut codes = unsafe { isa.load_dword(at) };
-                                    if shifts {
+                                    if S::SHIFTS && subtracts {
+                                        // Minus the sums.
                                         const { assert!(SHIFTED == 16) };
                                         codes = if in_words {
-                                            isa.mul_words(codes, isa.splat(-16 << 16 | 0xfff0))
+                                            isa.mul_words_high(codes, isa.splat(1 << 27 | 1 << 11))
                                         } else {
-                                            isa.sub(isa.splat(0), isa.up::<4>(codes))
+                                            isa.down::<4>(codes)
                                         };
                                     }
                                     for (sum, &zero) in sums.iter_mut().zip(&zeros) {
                                         *sum = if S::WORDS == 2 && !in_words {
                                             // A first sum to the upper word; the second has [`WORD_ZERO`] to begin with and cannot borrow.
                                             isa.add(isa.up::<16>(*sum), codes)
-                                        } else if S::ZEROS && !shifts {
+                                        } else if subtracts {
                                             // Such a sum fits a word; the upper words of `zeros` are 0, or the same as the lower ones.
                                             if in_words { isa.mul_words(zero, codes) } else { isa.madd(zero, codes) }
                                         } else {
