@@ -244,7 +244,7 @@ pub trait Scale: Copy {
     /// [`Scale::SHIFTS`] says.
     const ZEROS: bool = false;
     /// Whether [`Scale::shift`] may be added to codes, in place of subtracting zero points from each sum; to those that are unpacked for many rows it
-    /// is. Inputs then bring the sums of their codes times -[`SHIFTED`].
+    /// is. Inputs then bring the sums of their codes times -16.
     const SHIFTS: bool = false;
     /// Whether a group has a number that is added to its scaled codes. Inputs then bring the scaled sums of their codes.
     const MINIMA: bool = false;
