@@ -21,9 +21,14 @@ mod check {
     pub fn run() -> Result<(), String> {
         let kernel = Amx::detect(Tier::Amx).map_err(|why| why.0)?;
         println!("check: AMX is there and granted");
-        for format in
-            [Format::Int4(Group::Of(32)), Format::Int8(Group::Row), Format::Mxfp4, Format::Bf16, Format::Fp8Block]
-        {
+        for format in [
+            Format::Int4(Group::Of(32)),
+            Format::Int4Asym(Group::Of(32)),
+            Format::Int8(Group::Row),
+            Format::Mxfp4,
+            Format::Bf16,
+            Format::Fp8Block,
+        ] {
             let on_tiles = product(kernel.with_crossover(Crossover { int8: 1, bf16: 1 }), format)?;
             let few = product(kernel.with_crossover(Crossover { int8: usize::MAX, bf16: usize::MAX }), format)?;
             let wrong = on_tiles.iter().zip(&few).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
