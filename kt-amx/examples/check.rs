@@ -6,12 +6,11 @@
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod check {
     use kt_amx::{Amx, Crossover};
-    use kt_core::cpu::input::{BLOCK, Inputs};
-    use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
+    use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
     use kt_core::cpu::tier::Tier;
     use kt_core::source::WeightSource;
     use kt_core::source::synthetic::SyntheticSource;
-    use kt_core::testing::Random;
+    use kt_core::testing::{Random, Rows, weights};
     use kt_core::{Format, Group, Proj};
 
     const OUTPUTS: usize = 96;
@@ -46,24 +45,17 @@ mod check {
         let source = source.format(format).seed(3).build().map_err(|e| e.to_string())?;
         let matrix = source.matrix(0, 0, Proj::Gate).map_err(|e| e.to_string())?;
         let (layout, _) = kernel.accepts(format, OUTPUTS, COLS).map_err(|why| why.0)?;
-        let mut packed = vec![0; kernel.packed_bytes(format, OUTPUTS, COLS).ok_or("not packed")?];
-        kernel.pack(&matrix, 0..matrix.rows(), &mut packed);
-        let weights = Weights::packed(format, OUTPUTS, COLS, packed.into());
+        let weights = weights(kernel, &matrix);
         let mut random = Random(9);
         let x: Vec<f32> = (0..ROWS * COLS).map(|_| random.uniform()).collect();
-        let mut bytes = vec![0; layout.bytes(ROWS, COLS)];
-        for (i, out) in bytes.chunks_exact_mut(layout.block_bytes()).enumerate() {
-            let (block, row) = (i / ROWS, i % ROWS);
-            kernel.pack_input(layout, &x[row * COLS + block * BLOCK..][..BLOCK], out);
-        }
-        let inputs = Inputs::new(layout, ROWS, COLS, &bytes);
+        let inputs = Rows::new(kernel, layout, &x, COLS);
         let mut out = vec![0.0; ROWS * OUTPUTS];
         let at_once = if kernel.crossover().bf16 == 1 { ROWS } else { 8 };
         let mut scratch = Scratch::default();
         for first in (0..ROWS).step_by(at_once) {
             let rows = first..ROWS.min(first + at_once);
             let out = &mut out[first * OUTPUTS..rows.end * OUTPUTS];
-            kernel.product(Outputs::new(&weights, 0..OUTPUTS), inputs, rows, out, &mut scratch);
+            kernel.product(Outputs::new(&weights, 0..OUTPUTS), inputs.view(), rows, out, &mut scratch);
         }
         Ok(out)
     }
