@@ -263,22 +263,17 @@ pub unsafe trait Isa: Copy {
     fn exp2(self, v: Self::Int) -> Self::Flt;
     /// Low and high nibbles, each in a byte of its own.
     fn nibbles(self, v: Self::Int) -> [Self::Int; 2];
-    /// 128 numbers of two bits, of two lines `a` and `b`: byte `j` is `a[j] | a[32 + j] << 2 | b[j] << 4 | b[32 + j] << 6`.
+    /// 128 numbers of two bits, of two lines `a` and `b`, moved up by `UP`, 0 or 3: byte `j` is `a[j] | a[32 + j] << 2 | b[j] << 4 | b[32 + j] << 6`.
     ///
     /// # Safety
     /// `p .. p + 32` is readable.
-    unsafe fn load_bit_pairs(self, p: *const u8) -> [Self::Int; 2];
-    /// Adds 16 times the numbers that [`Isa::load_bit_pairs`] reads to two lines of numbers below 16.
+    unsafe fn load_bit_pairs<const UP: u32>(self, p: *const u8) -> [Self::Int; 2];
+    /// A line of which 32 bytes have the low four bits of each byte: the first half of it in their low nibbles, the second in their high ones. The
+    /// other bits are anything.
     ///
     /// # Safety
     /// `p .. p + 32` is readable.
-    unsafe fn with_bit_pairs(self, v: [Self::Int; 2], p: *const u8) -> [Self::Int; 2];
-    /// Adds bit `T`, 2 or 4, to the bytes of two lines whose bit is set, where they do not have it: that of byte `16 q + j` of line `l` is bit
-    /// `(T + 4 l + q) % 8` of byte `j`.
-    ///
-    /// # Safety
-    /// `p .. p + 16` is readable.
-    unsafe fn with_bits<const T: u32>(self, v: [Self::Int; 2], p: *const u8) -> [Self::Int; 2];
+    unsafe fn load_nibble_halves(self, p: *const u8) -> Self::Int;
     /// In each 16 bytes: the bytes of `table` at the indices `v`, which are below 16.
     fn lookup(self, table: Self::Int, v: Self::Int) -> Self::Int;
     /// What [`Isa::lookup`] gives for the low and for the high nibbles of a line; `table` has the same 16 bytes four times.
@@ -332,7 +327,9 @@ pub unsafe trait Isa: Copy {
     fn wide(self, w: Self::Int) -> Self::Wide;
     /// Adds to each of 16 sums the products of 4 codes, less [`Isa::WIDE_OFFSET`], with 4 signed bytes in -127..=127, exactly.
     fn dot_wide(self, acc: Self::Int, w: Self::Wide, x: Self::Int) -> Self::Int;
-    /// Adds products as [`Isa::dot_wide`] does, of small codes. Without VNNI to two words: those of the first two of each four columns to the lower one,
+    /// Adds products of codes of up to 7 bits, no sum of two of which is too large for a word, with such bytes, exactly.
+    fn dot_small(self, acc: Self::Int, w: Self::Int, x: Self::Int) -> Self::Int;
+    /// Adds products as [`Isa::dot_small`] does, of smaller codes. Without VNNI to two words: those of the first two of each four columns to the lower one,
     /// and those of the others to the upper one.
     fn dot_narrow(self, acc: Self::Int, w: Self::Int, x: Self::Int) -> Self::Int;
 

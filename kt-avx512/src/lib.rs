@@ -51,7 +51,7 @@ pub mod engine {
     pub use crate::blocks::{Blocks, Row};
     pub use crate::isa::{Bits, Grid, Isa, Job, Ports};
     pub use crate::layout::{LINE, Layout, MOST_PANELS, PANEL, Parts, SUPER, panels};
-    pub use crate::lines::{Bytes, Codes, E2M1_ZERO, E2m1, Lines, Nibbles, Scale};
+    pub use crate::lines::{Bytes, Codes, E2M1_ZERO, E2m1, Lines, Nibbles, SHIFTED, Scale, Steps};
     pub use crate::product::{Ints, Path, Product};
     pub use crate::tile::Tile;
     pub use crate::tiled::{SUMS_BYTES, TILE_BYTES, TILE_PANELS, TILE_ROWS, TileProduct, TileUnit};

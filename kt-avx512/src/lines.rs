@@ -11,11 +11,10 @@ use crate::layout::{BUNDLE, CHUNK, LINE, PANEL, spread};
 pub trait Lines: Copy {
     /// Operands per step: 1 or 2.
     const OPERANDS: usize;
-    /// Bytes of a step in each plane; one plane of lines for most. Those of a group of columns are together: the first step of
-    /// plane 0, plane 1, the other steps of plane 0.
+    /// Bytes of a step in each plane; one plane of lines for most. Plane 1 lies apart, behind all blocks: a stream of its own.
     const PLANES: [usize; 2] = [LINE, 0];
-    /// Whether plane 1 lies apart, behind all blocks: a stream of its own.
-    const APART: bool = false;
+    /// Whether steps share lines. Loops over them are unrolled then, so that compilers know which step it is.
+    const SHARED: bool = false;
     /// How many panels take turns with them; see [`Layout::bundle`](crate::layout::Layout::bundle).
     const BUNDLE: usize = 1;
     /// Whether they are sums of products already: one for each row, panel and span of columns that share a scale.
@@ -24,17 +23,22 @@ pub trait Lines: Copy {
     type Table<I: Isa>: Copy;
     /// Loads it.
     fn table<I: Isa>(isa: I) -> Self::Table<I>;
-    /// The operands of the step that is at `at` in the planes, in rising k; only the first [`Lines::OPERANDS`] are used.
+    /// The operands of step `step` of `COLUMNS` columns, which begin at `at` in the planes, in rising k; only the first [`Lines::OPERANDS`] are used.
     ///
     /// # Safety
-    /// [`Lines::PLANES`] bytes are readable there.
-    unsafe fn operands<I: Isa>(isa: I, table: Self::Table<I>, at: [*const u8; 2]) -> [I::Int; 2];
+    /// [`Lines::PLANES`] bytes of all steps up to this one, or of all that share lines with it, are readable.
+    unsafe fn operands<I: Isa, const COLUMNS: usize>(
+        isa: I,
+        table: Self::Table<I>,
+        at: [*const u8; 2],
+        step: usize,
+    ) -> [I::Int; 2];
 }
 
 /// Lines of unsigned codes, four columns of 16 outputs per operand.
 pub trait Codes: Lines {
-    /// Columns over which the sums of [`Isa::dot_narrow`] fit that begin with zero; 0 for codes that need [`Isa::dot_wide`]. Of others, less their
-    /// zero point, magnitudes are 16 at most, or 32 in groups of 16 columns with [`Sums::Halves`](kt_core::cpu::input::Sums::Halves).
+    /// Columns over which the sums of [`Isa::dot_narrow`] fit that begin with zero; 4 for codes that need [`Isa::dot_small`], and 0 for those that
+    /// need [`Isa::dot_wide`]. Of others, less their zero point, magnitudes are 16 at most, or 32 in groups of 16 columns with [`Sums::Halves`](kt_core::cpu::input::Sums::Halves).
     const SPAN: usize;
     /// Whether lines are codes in nibbles, as they are. Unpacking then goes on beside products, so that lines that many rows pass over stay packed.
     const NIBBLES: bool = false;
@@ -58,9 +62,14 @@ macro_rules! direct {
         #[inline(always)]
         fn table<I: Isa>(_: I) {}
         #[inline(always)]
-        unsafe fn operands<I: Isa>(isa: I, _: (), at: [*const u8; 2]) -> [I::Int; 2] {
+        unsafe fn operands<I: Isa, const COLUMNS: usize>(
+            isa: I,
+            _: (),
+            at: [*const u8; 2],
+            step: usize,
+        ) -> [I::Int; 2] {
             // SAFETY: a line, by the caller's promise.
-            [unsafe { isa.load(at[0]) }; 2]
+            [unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)[0]) }; 2]
         }
     };
 }
@@ -107,9 +116,9 @@ impl Lines for Nibbles {
     #[inline(always)]
     fn table<I: Isa>(_: I) {}
     #[inline(always)]
-    unsafe fn operands<I: Isa>(isa: I, _: (), at: [*const u8; 2]) -> [I::Int; 2] {
+    unsafe fn operands<I: Isa, const COLUMNS: usize>(isa: I, _: (), at: [*const u8; 2], step: usize) -> [I::Int; 2] {
         // SAFETY: a line, by the caller's promise.
-        isa.nibbles(unsafe { isa.load(at[0]) })
+        isa.nibbles(unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)[0]) })
     }
 }
 
@@ -148,9 +157,14 @@ impl Lines for E2m1 {
         unsafe { isa.load(E2M1_TABLE.as_ptr()) }
     }
     #[inline(always)]
-    unsafe fn operands<I: Isa>(isa: I, table: I::Int, at: [*const u8; 2]) -> [I::Int; 2] {
+    unsafe fn operands<I: Isa, const COLUMNS: usize>(
+        isa: I,
+        table: I::Int,
+        at: [*const u8; 2],
+        step: usize,
+    ) -> [I::Int; 2] {
         // SAFETY: a line, by the caller's promise.
-        isa.lookup_nibbles(table, unsafe { isa.load(at[0]) })
+        isa.lookup_nibbles(table, unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)[0]) })
     }
 }
 
@@ -185,9 +199,14 @@ impl Lines for Fp8 {
         isa.fp8_table()
     }
     #[inline(always)]
-    unsafe fn operands<I: Isa>(isa: I, table: I::Fp8Table, at: [*const u8; 2]) -> [I::Int; 2] {
+    unsafe fn operands<I: Isa, const COLUMNS: usize>(
+        isa: I,
+        table: I::Fp8Table,
+        at: [*const u8; 2],
+        step: usize,
+    ) -> [I::Int; 2] {
         // SAFETY: a line, by the caller's promise.
-        isa.fp8_to_bf16(table, unsafe { isa.load(at[0]) })
+        isa.fp8_to_bf16(table, unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)[0]) })
     }
 }
 
@@ -220,9 +239,9 @@ impl Lines for F16Lines {
     #[inline(always)]
     fn table<I: Isa>(_: I) {}
     #[inline(always)]
-    unsafe fn operands<I: Isa>(isa: I, _: (), at: [*const u8; 2]) -> [I::Int; 2] {
+    unsafe fn operands<I: Isa, const COLUMNS: usize>(isa: I, _: (), at: [*const u8; 2], step: usize) -> [I::Int; 2] {
         // SAFETY: a line, by the caller's promise.
-        let [a, b] = isa.f16_halves(unsafe { isa.load(at[0]) });
+        let [a, b] = isa.f16_halves(unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)[0]) });
         [isa.as_int(a), isa.as_int(b)]
     }
 }
@@ -246,6 +265,8 @@ pub trait Scale: Copy {
     /// Whether [`Scale::shift`] may be added to codes, in place of subtracting zero points from each sum; to those that are unpacked for many rows it
     /// is. Inputs then bring the sums of their codes times -16.
     const SHIFTS: bool = false;
+    /// Whether zero points are below [`SHIFTED`], with [`Scale::SHIFTS`].
+    const LOW_ZEROS: bool = false;
     /// Whether a group has a number that is added to its scaled codes. Inputs then bring the scaled sums of their codes.
     const MINIMA: bool = false;
     /// Whether all scales are powers of two.
@@ -315,7 +336,7 @@ impl Scale for NoScale {
 }
 
 /// The zero point of codes that [`Scale::shift`] was added to: the largest that 4-bit codes can have, so that none becomes negative.
-pub(crate) const SHIFTED: i32 = 16;
+pub const SHIFTED: i32 = 16;
 
 /// In each 16 bytes: where the first of four bytes is, for all of them.
 static FIRST_OF_FOUR: [u8; 64] = {
@@ -399,42 +420,29 @@ impl Scale for F32Scale {
     }
 }
 
-/// Where the steps of `COLUMNS` columns are: the first one of plane 0, all of plane 1, the others of plane 0. So lines come in the order in which
-/// they are first used, and the next columns follow. Where plane 1 lies apart, both planes are of steps that follow each other.
-pub(crate) struct Steps<L, const COLUMNS: usize>(std::marker::PhantomData<L>);
+/// Where the steps of `COLUMNS` columns are: they follow each other in both planes, and so do the next columns.
+#[derive(Debug)]
+pub struct Steps<L, const COLUMNS: usize>(std::marker::PhantomData<L>);
 
 impl<L: Lines, const COLUMNS: usize> Steps<L, COLUMNS> {
-    /// Whether there are two planes, together.
-    pub(crate) const TOGETHER: bool = L::PLANES[1] > 0 && !L::APART;
-    /// Bytes of a step among the blocks, and apart.
-    pub(crate) const STEP: [usize; 2] = match L::APART {
-        true => L::PLANES,
-        false => [L::PLANES[0] + L::PLANES[1], 0],
-    };
-    /// How many steps there are, if operands have four columns.
-    pub(crate) const COUNT: usize = COLUMNS / 4 / L::OPERANDS;
+    /// How many there are, if operands have four columns.
+    pub const COUNT: usize = COLUMNS / 4 / L::OPERANDS;
 
-    /// Step `step` in both planes of the columns that begin at `at`, and apart.
+    /// Where step `step` begins in both planes of the columns that begin at `at`.
     #[inline(always)]
-    pub(crate) fn at([at, apart]: [*const u8; 2], step: usize) -> [*const u8; 2] {
-        let (low, high) = (step * L::PLANES[0], step * L::PLANES[1]);
-        if L::APART {
-            return [at.wrapping_add(low), apart.wrapping_add(high)];
-        }
-        let plane_1 = if step > 0 { Self::COUNT * L::PLANES[1] } else { 0 };
-        [plane_1 + low, L::PLANES[0] + high].map(|to| at.wrapping_add(Self::spread(to)))
+    pub fn at([at, apart]: [*const u8; 2], step: usize) -> [*const u8; 2] {
+        [at.wrapping_add(Self::spread(step * L::PLANES[0])), apart.wrapping_add(step * L::PLANES[1])]
     }
 
     /// What begins after so many times as many columns.
     #[inline(always)]
     pub(crate) fn after(at: [*const u8; 2], times: usize) -> [*const u8; 2] {
-        let bytes = Self::STEP.map(|step| Self::spread(times * Self::COUNT * step));
-        [at[0].wrapping_add(bytes[0]), at[1].wrapping_add(bytes[1])]
+        Self::at(at, times * Self::COUNT)
     }
 
-    /// [`spread`], of which nothing is left to do where lines follow each other.
+    /// Where byte `at` of plane 0 is, from its first line: lines of a bundle take turns.
     #[inline(always)]
-    pub(crate) fn spread(at: usize) -> usize {
+    pub fn spread(at: usize) -> usize {
         if L::BUNDLE > 1 { spread(at, L::BUNDLE * LINE) } else { at }
     }
 }
@@ -460,7 +468,7 @@ impl<L: Lines, S: Scale, const COLUMNS: usize, const WIDEN: bool> Job for Unpack
         let steps = Steps::<L, COLUMNS>::COUNT;
         let lines = if WIDEN { 2 } else { 1 };
         let groups = self.to.chunks_exact_mut(steps * L::OPERANDS * lines * LINE);
-        for (from, bytes) in self.from.iter().zip(Steps::<L, COLUMNS>::STEP) {
+        for (from, bytes) in self.from.iter().zip(L::PLANES) {
             let bytes = groups.len() * steps * bytes;
             assert!(bytes == 0 || from.len() > Steps::<L, COLUMNS>::spread(bytes - 1));
         }
@@ -474,16 +482,33 @@ impl<L: Lines, S: Scale, const COLUMNS: usize, const WIDEN: bool> Job for Unpack
                 // SAFETY: the bytes of a record.
                 shift = unsafe { S::shift(isa, record.as_ptr()) };
             }
-            for (step, to) in to.chunks_exact_mut(L::OPERANDS * lines * LINE).enumerate() {
-                // SAFETY: the bytes of a step in both planes: there are those of all groups, as said above.
-                let operands = unsafe { L::operands(isa, table, Steps::<L, COLUMNS>::at(from, step)) };
-                for (to, v) in to.chunks_exact_mut(lines * LINE).zip(operands) {
-                    let v = if S::SHIFTS { isa.add(v, shift) } else { v };
-                    let widened = [isa.up::<16>(v), isa.and(v, isa.splat(!0xffff))];
-                    for (to, v) in to.chunks_exact_mut(LINE).zip(if WIDEN { widened } else { [v; 2] }) {
-                        // SAFETY: `to` is a line.
-                        unsafe { isa.store(to.as_mut_ptr(), v) };
+            macro_rules! unpack {
+                ($step:expr) => {
+                    let (step, bytes) = ($step, L::OPERANDS * lines * LINE);
+                    let to = &mut to[step * bytes..][..bytes];
+                    // SAFETY: the bytes of all steps in both planes: there are those of all groups, as said above.
+                    let operands = unsafe { L::operands::<I, COLUMNS>(isa, table, from, step) };
+                    for (to, v) in to.chunks_exact_mut(lines * LINE).zip(operands) {
+                        let v = if S::SHIFTS { isa.add(v, shift) } else { v };
+                        let widened = [isa.up::<16>(v), isa.and(v, isa.splat(!0xffff))];
+                        for (to, v) in to.chunks_exact_mut(LINE).zip(if WIDEN { widened } else { [v; 2] }) {
+                            // SAFETY: `to` is a line.
+                            unsafe { isa.store(to.as_mut_ptr(), v) };
+                        }
                     }
+                };
+            }
+            if L::SHARED {
+                const { assert!(!L::SHARED || matches!(Steps::<L, COLUMNS>::COUNT, 2 | 4)) };
+                unpack!(0);
+                unpack!(1);
+                if steps > 2 {
+                    unpack!(2);
+                    unpack!(3);
+                }
+            } else {
+                for step in 0..steps {
+                    unpack!(step);
                 }
             }
         }

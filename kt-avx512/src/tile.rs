@@ -371,7 +371,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     /// bring along ([`Sums::Pairs`](kt_core::cpu::input::Sums::Pairs)), so that they fit in the end, whatever they pass through: they are sums of
     /// products with codes less their zero point, 16 or less, of half of 32 columns.
     const fn in_words<I: Isa>() -> bool {
-        L::SPAN > 0 && !I::VNNI
+        L::SPAN > 4 && !I::VNNI
     }
 
     /// Whether zero points are added to nibbles: for all rows, where a subtraction is for each. From three rows on it is less, with registers of 512
@@ -381,9 +381,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     }
 
     /// Whether zero points are subtracted from sums: if there are any, and they are not in the codes, now or since these were
-    /// [unpacked](crate::lines::Unpack).
+    /// [unpacked](crate::lines::Unpack): lines that stream, and nibbles, were not.
     const fn subtracts<I: Isa>() -> bool {
-        S::ZEROS && !Self::shifts::<I>() && (!S::SHIFTS || L::NIBBLES)
+        S::ZEROS && !Self::shifts::<I>() && (!S::SHIFTS || L::NIBBLES || STREAM)
     }
 
     /// Whether sums begin with what inputs bring along. Those of codes with minima, which have no zero point, do so as words if they would not fit
@@ -417,11 +417,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             return;
         }
         let apart = Self::apart::<I>();
-        let span = if const { Self::in_words::<I>() } || L::SPAN == 0 || L::SPAN > XG { XG } else { L::SPAN };
+        let whole = const { Self::in_words::<I>() || L::SPAN <= 4 || L::SPAN > XG || L::SHARED };
+        let span = if whole { XG } else { L::SPAN };
         let steps = span / 4 / L::OPERANDS;
-        // Where planes are together and there are several panels, a loop: else compilers unpack all steps at once, and keep them in memory.
-        let spans = if STREAM && I::LARGE && P > 1 && Steps::<L, XG>::TOGETHER { opaque(XG / span) } else { XG / span };
-        for s in 0..spans {
+        for s in 0..XG / span {
             let mut acc = *sums;
             let mut high = [[isa.splat(0); P]; R];
             macro_rules! add {
@@ -433,7 +432,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     }
                 };
             }
-            if STREAM && L::PLANES[1] > 0 {
+            if STREAM && (L::PLANES[1] > 0 || L::SHARED) {
                 // By hand: of two planes and several panels compilers keep a loop, and find out at each step which lines begin there.
                 assert!(matches!(steps, 1 | 2 | 4));
                 add!(0);
@@ -484,7 +483,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             let line = line.map(|line| line.wrapping_add(p * if L::BUNDLE > 1 { LINE } else { t.weight_stride }));
             for i in 0..2 {
                 // The lines that begin here, counted from those of the first step: two at most. No loop: compilers would keep it.
-                let bytes = Steps::<L, XG>::STEP[i];
+                let bytes = L::PLANES[i];
                 let (first, end) = ((step * bytes).div_ceil(LINE), ((step + 1) * bytes).div_ceil(LINE));
                 let at = |n: usize| line[i].wrapping_add(Steps::<L, XG>::spread(n * LINE)).wrapping_add(ahead[i]);
                 if ASKS && first < end {
@@ -496,12 +495,11 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             }
             // SAFETY: a step of panel `p`, by the caller's promise.
             *w = unsafe {
-                let at = Steps::<L, XG>::at(line, step);
                 if apart {
-                    let line = isa.load(at[0]);
+                    let line = isa.load(Steps::<L, XG>::at(line, step)[0]);
                     [isa.and(line, isa.splat(LOW_NIBBLES)), isa.and(line, isa.splat(!LOW_NIBBLES))]
                 } else {
-                    L::operands(isa, table, at)
+                    L::operands::<I, XG>(isa, table, line, step)
                 }
             };
             if const { Self::shifts::<I>() } {
@@ -529,7 +527,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     // SAFETY: four codes of row `r`, by the caller's promise.
                     let x = unsafe { isa.load_dword(x.add(r * input_bytes + k)) };
                     for (acc, w) in acc.iter_mut().zip(&w) {
-                        *acc = isa.dot_narrow(*acc, w[l], x);
+                        *acc = if L::SPAN == 4 { isa.dot_small(*acc, w[l], x) } else { isa.dot_narrow(*acc, w[l], x) };
                     }
                 }
             }
@@ -564,6 +562,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         const { assert!(L::SPAN == 0 || XG <= 32) };
         let (in_words, begun) = const { (Self::in_words::<I>(), Self::begun::<I>()) };
         let (shifts, subtracts) = const { (Self::shifts::<I>(), Self::subtracts::<I>()) };
+        // Whether zero points are sixteenths, as 2^15 times a number, of what inputs bring along.
+        const { assert!(SHIFTED == 16) };
+        let sixteenths = S::SHIFTS && S::LOW_ZEROS && in_words;
         // Columns of a sum before it is added to the total.
         let columns = if WG == 0 { XG } else { WG };
         // Columns that share a scale of the inputs.
@@ -575,7 +576,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let input_bytes = sums_at + BLOCK / XG * kept;
         let line_step = L::BUNDLE * LINE;
         let steps = if L::SUMMED { 0 } else { BLOCK / XG * Steps::<L, XG>::COUNT };
-        let block_bytes = Steps::<L, XG>::STEP.map(|bytes| steps * bytes);
+        let block_bytes = L::PLANES.map(|bytes| steps * bytes);
         let mut scales = if S::OUTPUTS { t.outputs_at + PANEL * 4 } else { 0 };
         if S::WORDS > 0 {
             scales = scales
@@ -689,7 +690,13 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 }
                                 // SAFETY: as above.
                                 let z = unsafe { S::zeros(isa, at) };
-                                *zero = if S::SHIFTS { z } else { isa.sub(offset, z) };
+                                *zero = if sixteenths {
+                                    isa.up::<11>(z)
+                                } else if S::SHIFTS {
+                                    z
+                                } else {
+                                    isa.sub(offset, z)
+                                };
                                 *zero = if in_words { isa.words(*zero, *zero) } else { isa.and(*zero, words) };
                             }
                         }
@@ -701,9 +708,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                     let at = x.wrapping_add(r * input_bytes + sums_at + (k / XG + h) * kept);
                                     // SAFETY: a sum of codes of row `r`, in bounds as said above.
                                     let mut codes = unsafe { isa.load_dword(at) };
-                                    if S::SHIFTS && subtracts {
+                                    if S::SHIFTS && subtracts && !sixteenths {
                                         // Minus the sums.
-                                        const { assert!(SHIFTED == 16) };
                                         codes = if in_words {
                                             isa.mul_words_high(codes, isa.splat(1 << 27 | 1 << 11))
                                         } else {
@@ -716,7 +722,13 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                             isa.add(isa.up::<16>(*sum), codes)
                                         } else if subtracts {
                                             // Such a sum fits a word; the upper words of `zeros` are 0, or the same as the lower ones.
-                                            if in_words { isa.mul_words(zero, codes) } else { isa.madd(zero, codes) }
+                                            if sixteenths {
+                                                isa.mul_words_high(zero, codes)
+                                            } else if in_words {
+                                                isa.mul_words(zero, codes)
+                                            } else {
+                                                isa.madd(zero, codes)
+                                            }
                                         } else {
                                             codes
                                         };
@@ -1105,7 +1117,11 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                         }
                         // SAFETY: the next line of panel `p`, in bounds as said above.
                         *w = unsafe {
-                            if shifted { isa.fp8_shifted(isa.load(at)) } else { L::operands(isa, table, [at; 2]) }
+                            if shifted {
+                                isa.fp8_shifted(isa.load(at))
+                            } else {
+                                L::operands::<I, BLOCK>(isa, table, [at; 2], 0)
+                            }
                         };
                     }
                     line = line.wrapping_add(line_step);

@@ -126,7 +126,7 @@ impl RuntimeBuilder {
     }
 
     /// Uses weights from the checkpoint's map wherever a backend can, even where it would be faster to pack them; without this, only layers
-    /// that find no room when they are packed. It is a choice for blocks of IQ1, IQ2 and IQ3, which take 1.25 to 2.1 times their bytes when they are packed, and
+    /// that find no room when they are packed. It is a choice for blocks of IQ1, IQ2 and IQ3, which take 1.25 to 2.0 times their bytes when they are packed, and
     /// for a few tokens are multiplied several times as fast; the map's memory is shared between processes. No bit of any number depends on it.
     pub fn in_place(mut self, in_place: bool) -> Self {
         self.in_place = in_place;

@@ -3,7 +3,9 @@
 use std::ops::Range;
 
 use kt_avx512::Avx;
-use kt_avx512::engine::{Bytes, E2M1_ZERO, E2m1, Ints, Isa, Job, MOST_PANELS, Nibbles, PANEL, Product, panels};
+use kt_avx512::engine::{
+    Bytes, E2M1_ZERO, E2m1, Ints, Isa, Job, MOST_PANELS, Nibbles, PANEL, Product, SHIFTED, panels,
+};
 use kt_core::activation::Activation;
 use kt_core::cpu::input::{BLOCK, InputLayout, Inputs, Sums};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
@@ -13,8 +15,9 @@ use kt_core::{Format, Matrix, Unsupported};
 use crate::blocks::{Iq1M, Iq1S, Iq2S, Iq2Xs, Iq2Xxs, Iq3S, Iq3Xxs};
 use crate::layout::{self, packed_layout};
 use crate::lines::{
-    FiveBits, Half, HalfPower, InUnits, Iq1Codes, Iq2Codes, Iq3SCodes, Iq3XxsCodes, Iq4, NibblesWithMinima, Signed,
-    SignedPairs, SixBits, ThreeBits, TwoBits, WithMinima,
+    Eights, FiveBits, Half, HalfPower, IQ1_ZERO, IQ2_ZERO, IQ3_S_ZERO, IQ3_XXS_ZERO, InUnits, Iq1Codes, Iq2Codes,
+    Iq3SCodes, Iq3XxsCodes, Iq4, MoreOrLess, NibblesWithMinima, Signed, SignedPairs, SixBits, ThreeBits, TwoBits,
+    WithMinima,
 };
 
 /// Products of GGUF blocks, by the best instructions of this CPU. Holding a value proves that the CPU has them.
@@ -68,7 +71,10 @@ impl Kernel for Llamafile {
         // Without VNNI, products of codes of 8 bits subtract the zero point themselves; see `Isa::WIDE_OFFSET`.
         let vnni = !matches!(self.tier(), Tier::Avx2 | Tier::Avx512);
         let wide = Sums::Times(if vnni { -128 } else { 0 });
+        let in_place = self.uses_in_place(format);
         let (group, sums) = match format {
+            Format::Iq1M | Format::Iq2Xs | Format::Iq2S if in_place => (16, wide),
+            Format::Iq1S | Format::Iq2Xxs | Format::Iq3Xxs | Format::Iq3S if in_place => (32, wide),
             Format::Q8_0 | Format::Iq4Nl | Format::Iq4Xs => (32, wide),
             Format::Q4_0 => (32, Sums::Pairs(-8)),
             Format::Q5_0 => (32, Sums::Pairs(-16)),
@@ -80,8 +86,12 @@ impl Kernel for Llamafile {
             Format::Q5_1 | Format::Q5K => (32, Sums::PairScaled(-16)),
             Format::Q4_1 => (32, Sums::Scaled),
             Format::Q2K => (16, Sums::Scaled),
-            Format::Iq1S | Format::Iq2Xxs | Format::Iq3Xxs | Format::Iq3S => (32, wide),
-            Format::Iq1M | Format::Iq2Xs | Format::Iq2S => (16, wide),
+            Format::Iq1S => (32, Sums::Pairs(-SHIFTED)),
+            Format::Iq1M => (16, Sums::Pairs(-IQ1_ZERO)),
+            Format::Iq2Xxs => (32, Sums::Times(-IQ2_ZERO)),
+            Format::Iq2Xs | Format::Iq2S => (16, Sums::Times(-IQ2_ZERO)),
+            Format::Iq3Xxs => (32, Sums::Times(-IQ3_XXS_ZERO)),
+            Format::Iq3S => (32, Sums::Pairs(-IQ3_S_ZERO)),
             _ => {
                 return Err(Unsupported::new(format!(
                     "{format} is no GGUF block format, and this backend runs no others"
@@ -90,7 +100,7 @@ impl Kernel for Llamafile {
         };
         // Sums in pairs are for words, which sums of products of small codes are without VNNI.
         let sums = if vnni { sums.whole() } else { sums };
-        let how = match (vnni, self.uses_in_place(format)) {
+        let how = match (vnni, in_place) {
             (true, false) => "VNNI, blocks repacked by 16 outputs",
             (true, true) => "VNNI, blocks in place, decoded for each product",
             (false, false) => "vpmaddubsw, blocks repacked by 16 outputs",
@@ -172,7 +182,7 @@ impl Job for OfBlocks<'_> {
             Format::Q6K => p.on::<_, Ints<SixBits, SignedPairs, 16, BLOCK>>(isa, packed_layout),
             Format::Iq4Xs => p.on::<_, Ints<Iq4, Signed<1>, 32, 32>>(isa, packed_layout),
             Format::Tq1_0 | Format::Tq2_0 => p.on::<_, Ints<TwoBits, Half<false>, 32, 128>>(isa, packed_layout),
-            Format::Iq1S => p.on::<_, Ints<Iq1Codes, Signed<8>, 32, 32>>(isa, packed_layout),
+            Format::Iq1S => p.on::<_, Ints<Eights, MoreOrLess, 32, 32>>(isa, packed_layout),
             Format::Iq1M => p.on::<_, Ints<Iq1Codes, Signed<8>, 16, 16>>(isa, packed_layout),
             Format::Iq2Xxs => p.on::<_, Ints<Iq2Codes, Signed<8>, 32, 32>>(isa, packed_layout),
             Format::Iq2Xs | Format::Iq2S => p.on::<_, Ints<Iq2Codes, Signed<8>, 16, 16>>(isa, packed_layout),

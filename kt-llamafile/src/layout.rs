@@ -2,14 +2,14 @@
 //!
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …                      outputs padded to 64, four panels
-//! panel    super records | group records, where they are not in blocks | block 0 | block 1 | …   each part padded to 64 bytes
-//! block    group records, unless plane 1 is apart or a group is longer | group 0 | group 1 | …   columns padded to 128
-//! group    first step of plane 0 | plane 1 | other steps of plane 0                              what the second table has as a group
+//! panel    super records | group records, where they are not in blocks | block 0 | block 1 | … | plane 1   each part padded to 64 bytes
+//! block    group records, unless there is a plane 1 or a group is longer | group 0 | group 1 | …   columns padded to 128
+//! group    steps of plane 0                                                                      what the second table has as a group
 //! plane    steps of 8 columns of a group
 //! bundle   line 0 of panel 0, line 0 of panel 1, line 1 of panel 0, …                            of two panels
 //!
-//! Codes of three bits have plane 1 of all groups behind all blocks. Those of two, five and six bits lie in bundles: unpacking them takes so long that two
-//! panels are done at once, and so they are one stream from memory (`kt-avx512/src/layout.rs`).
+//! Only codes of three bits have two planes, plane 1 of all groups behind all blocks. Those of two, five and six bits lie in bundles: unpacking them takes
+//! so long that two panels are done at once, and so they are one stream from memory (`kt-avx512/src/layout.rs`).
 //!
 //! operand  64 bytes: the code of column k + i (i in 0..4) of output o is byte 4 * o + i
 //! step     operand A (columns 0..4) and operand B (columns 4..8), their bits spread over the planes
@@ -21,32 +21,33 @@
 //! | bits | bytes a step | where they are |
 //! | --- | --- | --- |
 //! | 8 | 128 | A, then B |
+//! | 6 | 96 | three lines have operands 0, 1 and 2 of four in their low 6 bits, and above these bits 0 and 1, 2 and 3, 4 and 5 of operand 3 |
+//! | 5 | 80 | five lines have operands 0 to 4 of eight in their low 5 bits; bits 5 to 7 of lines 0, 2 and 4 are bits 0 to 2 of operands 5, 6 and 7, bits 5 and 6 of lines 1 and 3 bits 3 and 4 of operands 5 and 7, bit 7 of these lines bits 3 and 4 of operand 6 |
 //! | 4 | 64 | byte `j` is `A[j] \| B[j] << 4` |
+//! | 3 | 32 and 16 | of each four operands a line of plane 0 has operands 0 and 1, three bits each, and above them bits 0 and 1 of operand 3; half a line of plane 1 has nibbles, those of its first half low and of its second high: operand 2, and above it bit 2 of operand 3 |
 //! | 2 | 32 | byte `j` is `A[j] \| A[32 + j] << 2 \| B[j] << 4 \| B[32 + j] << 6` |
-//! | 1 | 16 | bits of byte `j` are those of `A[j]`, `A[16 + j]`, `A[32 + j]`, `A[48 + j]`, `B[j]` … `B[48 + j]`, from bit `t` on and round to bit 0 |
-//!
-//! where plane 0 has `t` bits.
 //!
 //! | types | plane 0 | plane 1 | a group, and its record | record of 256 columns |
 //! | --- | --- | --- | --- | --- |
 //! | Q8_0 | 8 bits | none | 32 columns: 16 F16 `d` | none |
 //! | Q4_0, IQ4_NL | 4 bits | none | as Q8_0 | none |
-//! | Q5_0 | low 4 bits | bit 4 | as Q8_0 | none |
+//! | Q5_0 | 5 bits | none | as Q8_0 | none |
 //! | Q4_1 | 4 bits | none | 32 columns: 16 F16 `d`, 16 F16 `m` | none |
-//! | Q5_1 | low 4 bits | bit 4 | as Q4_1 | none |
+//! | Q5_1 | 5 bits | none | as Q4_1 | none |
 //! | MXFP4 | 4 bits | none | 32 columns: 16 exponent bytes | none |
 //! | TQ1_0, TQ2_0 | 2 bits | none | 256 columns: 16 F16 `d` | none |
 //! | Q2_K | 2 bits | none | 16 columns: 16 bytes, scale low and minimum high | 16 F16 `d`, 16 F16 `dmin` |
-//! | Q3_K | low 2 bits | bit 2 | 16 columns: 16 I8 scales | 16 F16 `d` |
+//! | Q3_K | 3 bits | 3 bits | 16 columns: 16 I8 scales | 16 F16 `d` |
 //! | Q4_K | 4 bits | none | 32 columns: a U8 scale and a U8 minimum, 16 times | 16 F16, 16 times 16 bits: a `Ratio` (`lines.rs`) |
-//! | Q5_K | low 4 bits | bit 4 | 32 columns: 16 U8 scales, 16 U8 minima | as Q2_K |
-//! | Q6_K | low 4 bits | bits 4 and 5 | as Q3_K | as Q3_K |
+//! | Q5_K | 5 bits | none | 32 columns: 16 U8 scales, 16 U8 minima | as Q2_K |
+//! | Q6_K | 6 bits | none | as Q3_K | as Q3_K |
 //! | IQ4_XS, IQ3_XXS, IQ3_S | 4 bits | none | 32 columns: 16 I8 scales | as Q3_K |
-//! | IQ2_XXS, IQ1_S | low 2 bits | bit 2 | as IQ4_XS | as Q3_K |
-//! | IQ2_XS, IQ2_S, IQ1_M | low 2 bits | bit 2 | as Q3_K | as Q3_K |
+//! | IQ2_XXS | 3 bits | 3 bits | as IQ4_XS | as Q3_K |
+//! | IQ2_XS, IQ2_S, IQ1_M | 3 bits | 3 bits | as Q3_K | as Q3_K |
+//! | IQ1_S | 2 bits | none | 32 columns: 16 bytes, scale and, in bit 7, whether codes are one less | as Q3_K |
 //!
-//! Codes of IQ1, IQ2 and IQ3 are places among the few values that coordinates of their points have, with signs (`lines.rs`): the points
-//! themselves take fewer bytes, and more instructions than the bytes saved are worth (`PERFORMANCE.md`). Memory may be worth them, so a kernel
+//! Codes of IQ1, IQ2 and IQ3 are places among the few values that coordinates of their points have, with signs, and of IQ1_M with one more or less
+//! (`lines.rs`): the points themselves take fewer bytes, and more instructions than the bytes saved are worth (`PERFORMANCE.md`). Memory may be worth them, so a kernel
 //! may leave these types in the file too (`blocks.rs`).
 //!
 //! An unpacked operand is one of `vpdpbusd`. Records lie in the order of their columns, and F16 numbers keep their bits, so that nothing
@@ -61,11 +62,13 @@ use kt_core::cpu::input::BLOCK;
 use kt_core::format::ggml;
 use kt_core::{Format, Matrix};
 
-use crate::lines::{IQ1_FLIP, IQ1_VALUES, IQ2_FLIP, IQ2_VALUES, IQ3_FLIP, IQ3_S_VALUES, IQ3_XXS_VALUES, Ratio};
+use crate::lines::{
+    IQ1_FLIP, IQ1_S_LESS, IQ1_S_VALUES, IQ1_VALUES, IQ2_FLIP, IQ2_VALUES, IQ3_FLIP, IQ3_S_VALUES, IQ3_XXS_VALUES, Ratio,
+};
 
 /// The version of everything said above. Packed weights are kept on disk with it: raise it with any change of the bytes, and
 /// write the checksums that `tests/products.rs` then prints into it.
-pub(crate) const VERSION: u32 = 8;
+pub(crate) const VERSION: u32 = 9;
 
 /// Columns that are packed at a time: a block of the K types, two of a panel.
 const TILE: usize = ggml::K_COLS;
@@ -79,16 +82,15 @@ const MOST_RECORDS: usize = 8 * HALVES * 2;
 /// # Panics
 /// When it is of another type: a caller's error.
 pub(crate) fn packed_layout(format: Format, cols: usize) -> Layout {
-    let Shape { planes: [low, high], apart, bundle, group, record, super_record } = shape(format);
-    let bits = if apart { [low, high] } else { [low + high, 0] };
+    let Shape { planes, bundle, group, record, super_record } = shape(format);
     Layout::of(
         cols,
         Parts {
-            lines: bits.map(|bits| bits * BLOCK * PANEL / 8),
+            lines: planes.map(|bits| bits * BLOCK * PANEL / 8),
             outputs: 0,
             groups: Some((group, record)),
             super_record,
-            among: bundle > 1 || matches!([low, high], [4 | 8, 0]),
+            among: bundle > 1 || matches!(planes, [4 | 8, 0]),
             bundle,
         },
     )
@@ -98,8 +100,6 @@ pub(crate) fn packed_layout(format: Format, cols: usize) -> Layout {
 struct Shape {
     /// Bits of a code in each plane.
     planes: [usize; 2],
-    /// Whether plane 1 is behind all blocks.
-    apart: bool,
     /// How many panels take turns with their lines.
     bundle: usize,
     /// Columns of a group.
@@ -114,24 +114,24 @@ fn shape(format: Format) -> Shape {
     let (planes, group, record, super_record) = match format {
         Format::Q8_0 => ([8, 0], 32, HALVES, 0),
         Format::Q4_0 | Format::Iq4Nl => ([4, 0], 32, HALVES, 0),
-        Format::Q5_0 => ([4, 1], 32, HALVES, 0),
+        Format::Q5_0 => ([5, 0], 32, HALVES, 0),
         Format::Q4_1 => ([4, 0], 32, HALVES * 2, 0),
-        Format::Q5_1 => ([4, 1], 32, HALVES * 2, 0),
+        Format::Q5_1 => ([5, 0], 32, HALVES * 2, 0),
         Format::Mxfp4Ggml => ([4, 0], 32, PANEL, 0),
         Format::Tq1_0 | Format::Tq2_0 => ([2, 0], 256, HALVES, 0),
         Format::Q2K => ([2, 0], 16, PANEL, HALVES * 2),
         Format::Q3K => ([2, 1], 16, PANEL, HALVES),
         Format::Q4K => ([4, 0], 32, PANEL * 2, HALVES * 2),
-        Format::Q5K => ([4, 1], 32, PANEL * 2, HALVES * 2),
-        Format::Q6K => ([4, 2], 16, PANEL, HALVES),
+        Format::Q5K => ([5, 0], 32, PANEL * 2, HALVES * 2),
+        Format::Q6K => ([6, 0], 16, PANEL, HALVES),
         Format::Iq4Xs | Format::Iq3Xxs | Format::Iq3S => ([4, 0], 32, PANEL, HALVES),
-        Format::Iq2Xxs | Format::Iq1S => ([2, 1], 32, PANEL, HALVES),
+        Format::Iq1S => ([2, 0], 32, PANEL, HALVES),
+        Format::Iq2Xxs => ([2, 1], 32, PANEL, HALVES),
         Format::Iq2Xs | Format::Iq2S | Format::Iq1M => ([2, 1], 16, PANEL, HALVES),
         other => panic!("{other} is not repacked"),
     };
-    let apart = planes == [2, 1];
-    let bundle = if matches!(planes, [2, 0] | [4, 1 | 2]) { 2 } else { 1 };
-    Shape { planes, apart, bundle, group, record, super_record }
+    let bundle = if matches!(planes, [2 | 5 | 6, 0]) { 2 } else { 1 };
+    Shape { planes, bundle, group, record, super_record }
 }
 
 /// The weights that a matrix has once it is packed: those of Q4_K with minima in units of their scales, which moves them by less than 0.1 % in blocks like
@@ -181,7 +181,7 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
 fn pack_panel(matrix: &Matrix, layout: &Layout, rows: Range<usize>, out: &mut [u8]) {
     let (format, first, outputs) = (matrix.format(), rows.start, rows.len());
     let (cols, bytes) = ggml::block(format).expect("types that are repacked have blocks");
-    let Shape { planes: [low, high], apart, group, .. } = shape(format);
+    let Shape { planes, group, .. } = shape(format);
     let (records, tile_bytes) = (cols / group * layout.record, TILE / cols * bytes);
     // Those of absent outputs stay zero.
     let mut operands = [[0; PANEL]; TILE / 4];
@@ -205,26 +205,21 @@ fn pack_panel(matrix: &Matrix, layout: &Layout, rows: Range<usize>, out: &mut [u
             let at = layout.lines_at(block);
             // Groups of several blocks have one plane, which goes on as if there were no groups.
             let columns = group.min(BLOCK);
-            let (low_bytes, high_bytes) = (low * PANEL * columns / 8, high * PANEL * columns / 8);
             for (g, operands) in operands.chunks_exact(columns / 4).enumerate() {
-                let [group, apart_at] = [0, 1].map(|i| at[i] + g * layout.lines[i] * columns / BLOCK);
-                let second = group + low * PANEL;
-                let (plane_1, rest) = if apart { (apart_at, second) } else { (second, second + high_bytes) };
-                for (operands, at, bytes) in
-                    [(&operands[..2], group, low * PANEL), (&operands[2..], rest, low_bytes - low * PANEL)]
-                {
-                    let plane_0 = &mut out[at..][..bytes];
-                    match low {
-                        8 => put_bytes(operands, plane_0),
-                        4 => put_nibbles(operands, plane_0),
-                        _ => put_pairs(operands, 0, plane_0),
+                let plane = |i: usize| {
+                    let bytes = planes[i] * PANEL * columns / 8;
+                    at[i] + g * bytes..at[i] + (g + 1) * bytes
+                };
+                match planes {
+                    [2, 1] => {
+                        put_threes(operands, &mut out[plane(0)]);
+                        put_thirds(operands, &mut out[plane(1)]);
                     }
-                }
-                let plane_1 = &mut out[plane_1..][..high_bytes];
-                match high {
-                    2 => put_pairs(operands, low, plane_1),
-                    1 => put_bits(operands, low, plane_1),
-                    _ => {}
+                    [8, _] => put_bytes(operands, &mut out[plane(0)]),
+                    [6, _] => put_sixes(operands, &mut out[plane(0)]),
+                    [5, _] => put_fives(operands, &mut out[plane(0)]),
+                    [4, _] => put_nibbles(operands, &mut out[plane(0)]),
+                    _ => put_pairs(operands, &mut out[plane(0)]),
                 }
             }
         }
@@ -255,7 +250,7 @@ fn codes(format: Format, blocks: &[u8]) -> [u8; TILE] {
         Format::Iq4Xs => ggml::iq4_xs_codes(part(blocks, 0)),
         Format::Tq1_0 => ggml::tq1_0_codes(part(blocks, 0)),
         Format::Tq2_0 => ggml::bit_pairs(part(blocks, 0)),
-        Format::Iq1S => of_points(&ggml::iq1_s_points(part(blocks, 0)), &IQ1_CODES, IQ1_FLIP),
+        Format::Iq1S => of_points(&ggml::iq1_s_points(part(blocks, 0)), &IQ1_S_CODES, 0),
         Format::Iq1M => of_points(&ggml::iq1_m_points(part(blocks, 0)), &IQ1_CODES, IQ1_FLIP),
         Format::Iq2Xxs => of_points(&ggml::iq2_xxs_points(part(blocks, 0)), &IQ2_XXS_CODES, IQ2_FLIP),
         Format::Iq2Xs => of_points(&ggml::iq2_xs_points(part(blocks, 0)), &IQ2_XS_CODES, IQ2_FLIP),
@@ -286,6 +281,7 @@ const fn coded<const COLS: usize, const N: usize>(
     codes
 }
 
+static IQ1_S_CODES: [[u8; 8]; 2048] = coded(&ggml::IQ1_GRID, (1, 0), &IQ1_S_VALUES);
 static IQ1_CODES: [[u8; 8]; 2048] = coded(&ggml::IQ1_GRID, (8, 1), &IQ1_VALUES);
 static IQ2_XXS_CODES: [[u8; 8]; 256] = coded(&ggml::IQ2_XXS_GRID, (1, 0), &IQ2_VALUES);
 static IQ2_XS_CODES: [[u8; 8]; 512] = coded(&ggml::IQ2_XS_GRID, (1, 0), &IQ2_VALUES);
@@ -398,7 +394,10 @@ fn put_scales(format: Format, block: &[u8], o: usize, groups: &mut [u8], super_r
             halves(0, 0, super_record);
         }
         Format::Iq1S => {
-            put_each(&ggml::iq1_s_points(part(block, 0)).scales, o, groups);
+            let of = ggml::iq1_s_points(part(block, 0));
+            // Its bits are the same for all columns of a group.
+            let scales: [u8; 8] = std::array::from_fn(|g| of.scales[g] | of.bits[4 * g] & IQ1_S_LESS);
+            put_each(&scales, o, groups);
             halves(0, 0, super_record);
         }
         Format::Iq1M => {
@@ -455,10 +454,44 @@ fn put_nibbles(operands: &Operands, plane: &mut [u8]) {
     }
 }
 
-/// 2 bits of each code, from bit `shift` on.
-fn put_pairs(operands: &Operands, shift: usize, plane: &mut [u8]) {
+/// 6 bits of each code.
+fn put_sixes(operands: &Operands, plane: &mut [u8]) {
+    for (operands, lines) in operands.as_chunks::<4>().0.iter().zip(plane.as_chunks_mut::<{ 3 * LINE }>().0) {
+        for (n, line) in lines.as_chunks_mut::<LINE>().0.iter_mut().enumerate() {
+            let codes: [u32; PANEL] =
+                std::array::from_fn(|o| operands[n][o] | some_bits(operands[3][o], 2 * n as u32, 2) << 6);
+            put_line(&codes, line);
+        }
+    }
+}
+
+/// 5 bits of each code.
+fn put_fives(operands: &Operands, plane: &mut [u8]) {
+    for (operands, lines) in operands.as_chunks::<8>().0.iter().zip(plane.as_chunks_mut::<{ 5 * LINE }>().0) {
+        for (n, line) in lines.as_chunks_mut::<LINE>().0.iter_mut().enumerate() {
+            let codes: [u32; PANEL] = std::array::from_fn(|o| {
+                let of = |operand: usize, from: u32, bits: u32| some_bits(operands[operand][o], from, bits);
+                let above = match n {
+                    0 | 2 | 4 => of(5 + n / 2, 0, 3),
+                    1 => of(5, 3, 2) | of(6, 3, 1) << 2,
+                    _ => of(7, 3, 2) | of(6, 4, 1) << 2,
+                };
+                operands[n][o] | above << 5
+            });
+            put_line(&codes, line);
+        }
+    }
+}
+
+/// So many bits of each of four codes, from bit `from` on.
+fn some_bits(codes: u32, from: u32, bits: u32) -> u32 {
+    codes >> from & (0x0101_0101 * ((1 << bits) - 1))
+}
+
+/// The low 2 bits of each code.
+fn put_pairs(operands: &Operands, plane: &mut [u8]) {
     const HALF: usize = PANEL / 2;
-    let pair = |v: u32| v >> shift & 0x0303_0303;
+    let pair = |v: u32| v & 0x0303_0303;
     for ([a, b], line) in operands.as_chunks().0.iter().zip(plane.as_chunks_mut::<{ LINE / 2 }>().0) {
         let pairs: [u32; HALF] =
             std::array::from_fn(|o| pair(a[o]) | pair(a[HALF + o]) << 2 | pair(b[o]) << 4 | pair(b[HALF + o]) << 6);
@@ -466,16 +499,21 @@ fn put_pairs(operands: &Operands, shift: usize, plane: &mut [u8]) {
     }
 }
 
-/// Bit `shift` of each code.
-fn put_bits(operands: &Operands, shift: usize, plane: &mut [u8]) {
-    for (step, out) in operands.as_chunks::<2>().0.iter().zip(plane.as_chunks_mut::<16>().0) {
-        let mut dwords = [0; 4];
-        for (n, quarter) in step.as_flattened().as_chunks::<4>().0.iter().enumerate() {
-            for (dword, codes) in dwords.iter_mut().zip(quarter) {
-                *dword |= (codes >> shift & 0x0101_0101) << ((shift + n) % 8);
-            }
-        }
-        put_line(&dwords, out);
+/// 3 bits of the first two of each four operands, the low 2 of the last one.
+fn put_threes(operands: &Operands, plane: &mut [u8]) {
+    for ([a, b, _, d], line) in operands.as_chunks().0.iter().zip(plane.as_chunks_mut::<LINE>().0) {
+        let codes: [u32; PANEL] = std::array::from_fn(|o| a[o] | b[o] << 3 | some_bits(d[o], 0, 2) << 6);
+        put_line(&codes, line);
+    }
+}
+
+/// 3 bits of the third of each four operands, bit 2 of the last one.
+fn put_thirds(operands: &Operands, plane: &mut [u8]) {
+    const HALF: usize = PANEL / 2;
+    for ([_, _, c, d], line) in operands.as_chunks().0.iter().zip(plane.as_chunks_mut::<{ LINE / 2 }>().0) {
+        let nibble = |o: usize| c[o] | some_bits(d[o], 2, 1) << 3;
+        let nibbles: [u32; HALF] = std::array::from_fn(|o| nibble(o) | nibble(HALF + o) << 4);
+        put_line(&nibbles, line);
     }
 }
 
@@ -557,56 +595,65 @@ mod tests {
     }
 
     impl Reader<'_> {
-        /// So many bits of the code of column `k` of a group of output `o`, from the plane that begins at `plane` there.
+        /// A code of 8, 4 or 2 bits, of column `k` of a group of output `o` that begins at `plane`.
         fn bits(&self, bits: usize, plane: usize, o: usize, k: usize) -> usize {
             let (step, is_b, n) = (k / 8, k % 8 / 4, o * 4 + k % 4);
             let byte = |step_bytes: usize, j: usize| self.panel[plane + step * step_bytes + j] as usize;
             match bits {
                 8 => byte(128, is_b * 64 + n),
                 4 => byte(64, n) >> (is_b * 4) & 15,
-                2 => byte(32, n % 32) >> (is_b * 4 + n / 32 * 2) & 3,
-                // From the bit on that plane 0 ends with.
-                1 => byte(16, n % 16) >> ((if self.is_apart() { 2 } else { 4 } + is_b * 4 + n / 16) % 8) & 1,
-                _ => 0,
+                _ => byte(32, n % 32) >> (is_b * 4 + n / 32 * 2) & 3,
+            }
+        }
+
+        /// A code of 5 or 6 bits, of column `k` of a group that begins at `plane`.
+        fn shared(&self, bits: usize, plane: usize, o: usize, k: usize) -> usize {
+            let byte = |line: usize| self.panel[plane + line * LINE + o * 4 + k % 4] as usize;
+            match (bits, k / 4) {
+                (_, operand) if operand < if bits == 5 { 5 } else { 3 } => byte(operand) & ((1 << bits) - 1),
+                (5, 5) => byte(0) >> 5 | (byte(1) >> 5 & 3) << 3,
+                (5, 6) => byte(2) >> 5 | (byte(1) >> 7) << 3 | (byte(3) >> 7) << 4,
+                (5, 7) => byte(4) >> 5 | (byte(3) >> 5 & 3) << 3,
+                _ => byte(0) >> 6 | byte(1) >> 6 << 2 | byte(2) >> 6 << 4,
+            }
+        }
+
+        /// A code of 3 bits, of column `k` of a group that begins at these planes.
+        fn three(&self, [low, high]: [usize; 2], o: usize, k: usize) -> usize {
+            let n = o * 4 + k % 4;
+            let line = self.panel[low + k / 16 * 64 + n] as usize;
+            let nibble = self.panel[high + k / 16 * 32 + n % 32] as usize >> (n / 32 * 4) & 15;
+            match k % 16 / 4 {
+                0 => line & 7,
+                1 => line >> 3 & 7,
+                2 => nibble & 7,
+                _ => line >> 6 | nibble >> 3 << 2,
             }
         }
 
         fn code(&self, o: usize, k: usize) -> usize {
-            let (low, high) = match self.format {
-                Format::Q8_0 => (8, 0),
-                Format::Q2K | Format::Tq1_0 | Format::Tq2_0 => (2, 0),
-                Format::Q3K | Format::Iq1S | Format::Iq1M | Format::Iq2Xxs | Format::Iq2Xs | Format::Iq2S => (2, 1),
-                Format::Q5_0 | Format::Q5_1 | Format::Q5K => (4, 1),
-                Format::Q6K => (4, 2),
-                _ => (4, 0),
+            let bits = match self.format {
+                Format::Q8_0 => 8,
+                Format::Q2K | Format::Tq1_0 | Format::Tq2_0 | Format::Iq1S => 2,
+                Format::Q3K | Format::Iq1M | Format::Iq2Xxs | Format::Iq2Xs | Format::Iq2S => 3,
+                Format::Q5_0 | Format::Q5_1 | Format::Q5K => 5,
+                Format::Q6K => 6,
+                _ => 4,
             };
             let supers = (self.layout.super_record * self.layout.blocks.div_ceil(2)).next_multiple_of(64);
-            let (group, bits) = (self.group_cols(), low + high);
-            let (front, within) = match self.is_apart() || group > BLOCK {
+            let (group, blocks) = (self.group_cols(), self.layout.blocks);
+            let (front, within) = match bits == 3 || group > BLOCK {
                 false => (supers, BLOCK / group * self.layout.record),
-                true => (
-                    supers
-                        + (self.layout.record * (self.layout.blocks * BLOCK).div_ceil(self.group_cols()))
-                            .next_multiple_of(64),
-                    0,
-                ),
+                true => (supers + (self.layout.record * (blocks * BLOCK).div_ceil(group)).next_multiple_of(64), 0),
             };
             let (b, g, k) = (k / BLOCK, k % BLOCK / group, k % BLOCK % group);
-            if self.is_apart() {
-                let plane = |bits: usize| b * bits * 256 + g * bits * group * 2;
-                let apart = front + self.layout.blocks * low * 256;
-                return self.bits(low, front + plane(low), o, k) | self.bits(high, apart + plane(high), o, k) << low;
+            let first = |bits: usize| front + b * (within + bits * 256) + within + g * bits * group * 2;
+            match bits {
+                // Plane 1 is behind all blocks.
+                3 => self.three([first(2), blocks * 2 * 256 + first(1)], o, k),
+                5 | 6 => self.shared(bits, first(bits), o, k),
+                _ => self.bits(bits, first(bits), o, k),
             }
-            let first = front + b * (within + bits * 256) + within + g * bits * group * 2;
-            // All of plane 1 comes before the second step of plane 0.
-            let plane_0 = first + if k < 8 { 0 } else { high * group * 2 };
-            self.bits(low, plane_0, o, k) | self.bits(high, first + low * 16, o, k) << low
-        }
-
-        /// Whether plane 1 is behind all blocks.
-        fn is_apart(&self) -> bool {
-            use Format::*;
-            matches!(self.format, Q3K | Iq1S | Iq1M | Iq2Xxs | Iq2Xs | Iq2S)
         }
 
         fn group_cols(&self) -> usize {
@@ -651,7 +698,11 @@ mod tests {
                 Format::Q3K => signed(group[o]) * minus(4),
                 Format::Q6K => signed(group[o]) * minus(32),
                 Format::Iq4Xs => signed(group[o]) * ggml::IQ4_VALUES[q] as f32,
-                Format::Iq1S | Format::Iq1M => signed(group[o]) * 0.125 * [-9.0, -7.0, -1.0, 1.0, 7.0, 9.0][q],
+                Format::Iq1S => {
+                    let one = if group[o] & 0x80 != 0 { -1.0 } else { 1.0 };
+                    f16_at(sup, o) * (group[o] & 0x7f) as f32 * 0.125 * (8.0 * minus(1) + one)
+                }
+                Format::Iq1M => signed(group[o]) * 0.125 * [-9.0, -7.0, -1.0, 1.0, 7.0, 9.0][q],
                 Format::Iq2Xxs | Format::Iq2Xs | Format::Iq2S => {
                     signed(group[o]) * 0.125 * [8.0, 25.0, 43.0, f32::NAN, -8.0, -25.0, -43.0][q]
                 }
@@ -689,13 +740,9 @@ mod tests {
         let panels = rows.div_ceil(PANEL);
         for p in 0..panels {
             // Its lines among those of its bundle.
-            let bundle = if matches!(format, Format::Q2K | Format::Tq1_0 | Format::Tq2_0)
-                || matches!(format, Format::Q5_0 | Format::Q5_1 | Format::Q5K | Format::Q6K)
-            {
-                2
-            } else {
-                1
-            };
+            let bundled = matches!(format, Format::Q2K | Format::Tq1_0 | Format::Tq2_0 | Format::Iq1S)
+                || matches!(format, Format::Q5_0 | Format::Q5_1 | Format::Q5K | Format::Q6K);
+            let bundle = if bundled { 2 } else { 1 };
             let start = (p - p % bundle) * layout.panel_bytes + p % bundle * LINE;
             let lines = bytes[start..].chunks(bundle * LINE).map(|lines| &lines[..LINE]);
             let panel: Vec<u8> = lines.take(layout.panel_bytes / LINE).flatten().copied().collect();
@@ -753,37 +800,42 @@ mod tests {
         }
     }
 
-    /// One code with all bits set, at output 13 and column 128 + 22 of 256: where its bits are, by hand.
+    /// One code with all bits set, at output 13 and some column of 256: where its bits are, by hand.
     #[test]
     fn bits_of_a_code_are_where_the_layout_says() {
-        // Step 2 of block 1, of a group of 16 columns step 0, operand B (columns 20..24), byte 4 * 13 + 2: after what is in front, and block 0.
-        let places: [(Format, &[(usize, u8)]); 6] = [
-            (Format::Q8_0, &[(2176 + 128 + 2 * 128 + 64 + 54, 0xff)]),
-            (Format::Q4_0, &[(1152 + 128 + 2 * 64 + 54, 0xf0)]),
-            (Format::Q5_0, &[(256 + 1280 + 64 + 2 * 16 + 6, 1 << 3), (256 + 1280 + 64 + 2 * 64 + 54, 0xf0)]),
-            (Format::Tq2_0, &[(64 + 512 + 2 * 32 + 22, 0xc0)]),
-            (Format::Q3K, &[(320 + 512 + 2 * 32 + 22, 0xc0), (320 + 1024 + 256 + 2 * 16 + 6, 1 << 1)]),
-            (Format::Q6K, &[(64 + 1664 + 128 + 192 + 54, 0xf0), (64 + 1664 + 128 + 192 + 64 + 22, 0xc0)]),
+        // Column 22 of block 1: step 2 (of a group of 16 columns step 0), operand B (operand 5 of 32 columns, 1 of 16); column 30: the last operand
+        // of both. Byte 4 * 13 + 2: after what is in front, and block 0.
+        type Bits<'a> = &'a [(usize, u8)];
+        let places: [(Format, usize, Bits<'_>); 9] = [
+            (Format::Q8_0, 22, &[(2176 + 128 + 2 * 128 + 64 + 54, 0xff)]),
+            (Format::Q4_0, 22, &[(1152 + 128 + 2 * 64 + 54, 0xf0)]),
+            (Format::Q5_0, 22, &[(256 + 1280 + 54, 0xe0), (256 + 1280 + 64 + 54, 0x60)]),
+            (Format::Q5_0, 30, &[(256 + 1280 + 3 * 64 + 54, 0x60), (256 + 1280 + 4 * 64 + 54, 0xe0)]),
+            (Format::Tq2_0, 22, &[(64 + 512 + 2 * 32 + 22, 0xc0)]),
+            (Format::Q3K, 22, &[(320 + 512 + 64 + 54, 7 << 3)]),
+            (Format::Q3K, 30, &[(320 + 512 + 64 + 54, 3 << 6), (320 + 1024 + 256 + 32 + 22, 1 << 7)]),
+            (Format::Q6K, 22, &[(64 + 1664 + 128 + 192 + 64 + 54, 0x3f)]),
+            (Format::Q6K, 30, &[0, 1, 2].map(|line| (64 + 1664 + 128 + 192 + line * 64 + 54, 0xc0))),
         ];
-        for (format, want) in places {
+        for (format, column, want) in places {
             let (cols, bytes) = ggml::block(format).unwrap();
             let mut row = vec![0; 256 / cols * bytes];
-            // Column 150 is 22 of a block of 32, or 22 of the second half of one of 256.
+            // Of block 4 of 32 columns, or of the second half of one of 256.
             match format {
-                Format::Q8_0 => row[4 * 34 + 2 + 22] = 0x7f,
-                Format::Q4_0 => row[4 * 18 + 2 + 6] = 0xf0,
+                Format::Q8_0 => row[4 * 34 + 2 + column] = 0x7f,
+                Format::Q4_0 => row[4 * 18 + 2 + column - 16] = 0xf0,
                 Format::Q5_0 => {
-                    row[4 * 22 + 2 + 2] = 1 << 6;
-                    row[4 * 22 + 6 + 6] = 0xf0;
+                    row[4 * 22 + 2 + column / 8] = 1 << (column % 8);
+                    row[4 * 22 + 6 + column - 16] = 0xf0;
                 }
-                Format::Tq2_0 => row[32 + 22] = 3,
+                Format::Tq2_0 => row[32 + column] = 3,
                 Format::Q3K => {
-                    row[22] = 1 << 4;
-                    row[32 + 32 + 22] = 3;
+                    row[column] = 1 << 4;
+                    row[32 + 32 + column] = 3;
                 }
                 _ => {
-                    row[64 + 22] = 15;
-                    row[128 + 32 + 22] = 3;
+                    row[64 + column] = 15;
+                    row[128 + 32 + column] = 3;
                 }
             }
             let codes_of_zeros = codes(format, &vec![0; row.len()]);
@@ -823,7 +875,7 @@ mod tests {
         assert_eq!(bytes(Format::Q6K, 2048), 16 * 1536 + 16 * 128 + 32 * 8);
         assert_eq!(bytes(Format::Iq4Xs, 256), 16 * 128 + 16 * 8 + 64);
         assert_eq!(bytes(Format::Tq1_0, 768), 16 * 192 + 128);
-        assert_eq!(bytes(Format::Iq1S, 768), 16 * 288 + 16 * 24 + 128);
+        assert_eq!(bytes(Format::Iq1S, 768), 16 * 192 + 16 * 24 + 128);
         assert_eq!(bytes(Format::Iq2S, 768), 16 * 288 + 16 * 48 + 128);
         assert_eq!(bytes(Format::Iq3Xxs, 2048), 16 * 1024 + 16 * 64 + 256);
         for format in FORMATS {

@@ -2,16 +2,17 @@
 
 #![allow(unsafe_code)] // kernel
 
-use kt_avx512::engine::{Bytes, Codes, Isa, LINE, Lines, Nibbles, PANEL, Scale};
+use kt_avx512::engine::{Bytes, Codes, Isa, LINE, Lines, Nibbles, PANEL, SHIFTED, Scale, Steps};
 use kt_core::format::float::f16_to_f32;
 use kt_core::format::ggml::IQ4_VALUES;
 
-/// Defines codes that are unpacked without a table: the bytes of a step in each plane, whether plane 1 lies apart, how many panels take turns with
-/// their lines, and columns whose narrow sums fit.
+/// Defines codes that are unpacked without a table: the bytes of a step in each plane, how many panels take turns with their lines, how many steps
+/// share lines, columns whose narrow sums fit, and the operands of step `step` of these, which begin at `at` in the planes; `line(n)` is a line of
+/// plane 0.
 macro_rules! codes {
     (
-        $(#[$doc:meta])* $name:ident, $planes:expr, apart: $apart:literal, bundle: $bundle:expr, $span:literal,
-        |$isa:ident, $at:ident| $operands:expr
+        $(#[$doc:meta])* $name:ident, $planes:expr, bundle: $bundle:literal, steps: $steps:literal, span: $span:literal,
+        |$isa:ident, $at:ident, $line:ident, $step:ident| $operands:expr
     ) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
@@ -20,15 +21,26 @@ macro_rules! codes {
         impl Lines for $name {
             const OPERANDS: usize = 2;
             const PLANES: [usize; 2] = $planes;
-            const APART: bool = $apart;
             const BUNDLE: usize = $bundle;
+            const SHARED: bool = $steps > 1;
             type Table<I: Isa> = ();
             #[inline(always)]
             fn table<I: Isa>(_: I) {}
             #[inline(always)]
-            unsafe fn operands<I: Isa>($isa: I, _: (), $at: [*const u8; 2]) -> [I::Int; 2] {
-                // SAFETY: the bytes of a step in both planes, by the caller's promise.
-                unsafe { $operands }
+            unsafe fn operands<I: Isa, const COLUMNS: usize>(
+                $isa: I,
+                _: (),
+                at: [*const u8; 2],
+                step: usize,
+            ) -> [I::Int; 2] {
+                const { assert!(Steps::<Self, COLUMNS>::COUNT.is_multiple_of($steps)) };
+                let $step = among(step, $steps);
+                let $at = Steps::<Self, COLUMNS>::at(at, step - $step);
+                // SAFETY: a line of the steps that share it, by the caller's promise.
+                let $line = |n: usize| unsafe {
+                    $isa.load($at[0].wrapping_add(Steps::<Self, COLUMNS>::spread(n * LINE)))
+                };
+                $operands
             }
         }
 
@@ -39,58 +51,123 @@ macro_rules! codes {
     };
 }
 
+/// Which of so many steps that share lines a step is.
+#[inline(always)]
+fn among(step: usize, steps: usize) -> usize {
+    step % steps
+}
+
+/// Bits of a line's bytes, moved down by `N`.
+#[inline(always)]
+fn bits<I: Isa, const N: u32>(isa: I, line: I::Int, mask: i32) -> I::Int {
+    isa.and(if N > 0 { isa.down::<N>(line) } else { line }, isa.splat(mask * 0x0101_0101))
+}
+
 codes!(
     /// Two bits: 8 x 2 x 3 x 127 < 2^15.
-    TwoBits, [32, 0], apart: false, bundle: 2, 32, |isa, at| isa.load_bit_pairs(at[0])
-);
-codes!(
-    /// Two bits and a third: 8 x 2 x 7 x 127 < 2^15.
-    ThreeBits, [32, 16], apart: true, bundle: 1, 32, |isa, at| {
-        isa.with_bits::<2>(isa.load_bit_pairs(at[0]), at[1])
+    TwoBits, [32, 0], bundle: 2, steps: 1, span: 32, |isa, at, _line, _step| {
+        // SAFETY: a step, by the caller's promise.
+        unsafe { isa.load_bit_pairs::<0>(at[0]) }
     }
 );
 codes!(
-    /// Four bits and a fifth: 4 x 2 x 31 x 127 < 2^15.
-    FiveBits, [LINE, 16], apart: false, bundle: 2, 16, |isa, at| {
-        isa.with_bits::<4>(Nibbles::operands(isa, (), at), at[1])
+    /// Two bits, of coordinates of IQ1, times 8, up to 25 with [`MoreOrLess::shift`]: 4 x 2 x 25 x 127 < 2^15.
+    Eights, [32, 0], bundle: 2, steps: 1, span: 16, |isa, at, _line, _step| {
+        // SAFETY: a step, by the caller's promise.
+        unsafe { isa.load_bit_pairs::<3>(at[0]) }
     }
 );
 codes!(
-    /// Four bits and two: 2 x 2 x 63 x 127 < 2^15.
-    SixBits, [LINE, 32], apart: false, bundle: 2, 8, |isa, at| isa.with_bit_pairs(Nibbles::operands(isa, (), at), at[1])
+    /// Three bits, four operands in a line and half of one: 8 x 2 x 7 x 127 < 2^15.
+    ThreeBits, [32, 16], bundle: 1, steps: 2, span: 32, |isa, at, line, step| match step {
+        0 => [bits::<I, 0>(isa, line(0), 7), bits::<I, 3>(isa, line(0), 7)],
+        _ => {
+            // SAFETY: two steps, by the caller's promise.
+            let half = unsafe { isa.load_nibble_halves(at[1]) };
+            [
+                bits::<I, 0>(isa, half, 7),
+                isa.add(bits::<I, 6>(isa, line(0), 3), bits::<I, 1>(isa, half, 4)),
+            ]
+        }
+    }
+);
+codes!(
+    /// Five bits, eight operands in five lines: 4 x 2 x 31 x 127 < 2^15.
+    FiveBits, [80, 0], bundle: 2, steps: 4, span: 16, |isa, _at, line, step| {
+        let low = |n| bits::<I, 0>(isa, line(n), 0x1f);
+        match step {
+            0 => [low(0), low(1)],
+            1 => [low(2), low(3)],
+            2 => [low(4), isa.add(bits::<I, 5>(isa, line(0), 7), bits::<I, 2>(isa, line(1), 0x18))],
+            _ => {
+                let highest = isa.add(bits::<I, 4>(isa, line(1), 8), bits::<I, 3>(isa, line(3), 0x10));
+                [
+                    isa.add(bits::<I, 5>(isa, line(2), 7), highest),
+                    isa.add(bits::<I, 5>(isa, line(4), 7), bits::<I, 2>(isa, line(3), 0x18)),
+                ]
+            }
+        }
+    }
+);
+codes!(
+    /// Six bits, four operands in three lines: 2 x 2 x 63 x 127 < 2^15.
+    SixBits, [96, 0], bundle: 2, steps: 2, span: 8, |isa, _at, line, step| {
+        let low = |n| bits::<I, 0>(isa, line(n), 0x3f);
+        match step {
+            0 => [low(0), low(1)],
+            _ => {
+                let lower = isa.add(bits::<I, 6>(isa, line(0), 3), bits::<I, 4>(isa, line(1), 0xc));
+                [low(2), isa.add(lower, bits::<I, 2>(isa, line(2), 0x30))]
+            }
+        }
+    }
 );
 
-/// What codes of IQ1 stand for: eight times a coordinate, and one more or less.
+/// What codes of IQ1_S stand for: coordinates. Eight times these, and one more or less, is what is multiplied.
+pub const IQ1_S_VALUES: [i8; 3] = [-1, 0, 1];
+/// The bit of the scale of a group of IQ1_S that makes one more one less.
+pub const IQ1_S_LESS: u8 = 0x80;
+/// What codes of IQ1_M stand for: eight times a coordinate, and one more or less.
 pub const IQ1_VALUES: [i8; 6] = [-9, -7, -1, 1, 7, 9];
+/// The zero point of their codes.
+pub const IQ1_ZERO: i32 = 9;
 /// The bit that makes one more one less.
 pub const IQ1_FLIP: u8 = 1;
 /// What codes of IQ2 stand for: coordinates of its grids, and the same negated.
 pub const IQ2_VALUES: [i8; 7] = [8, 25, 43, 0, -8, -25, -43];
+/// The zero point of their codes.
+pub const IQ2_ZERO: i32 = 43;
 /// The bit that negates.
 pub const IQ2_FLIP: u8 = 4;
 /// As [`IQ2_VALUES`], of IQ3_XXS.
 pub const IQ3_XXS_VALUES: [i8; 16] = [-62, -52, -44, -36, -28, -20, -12, -4, 4, 12, 20, 28, 36, 44, 52, 62];
+/// The zero point of their codes.
+pub const IQ3_XXS_ZERO: i32 = 62;
 /// As [`IQ2_VALUES`], of IQ3_S.
 pub const IQ3_S_VALUES: [i8; 16] = [-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15];
+/// The zero point of their codes.
+pub const IQ3_S_ZERO: i32 = 15;
 /// The bits that negate, of both.
 pub const IQ3_FLIP: u8 = 15;
 
-/// Values plus 128, in each 16 bytes; what no code stands for is zero.
-const fn table(values: &[i8]) -> [u8; LINE] {
+/// Values plus `zero`, which makes the least of them zero or more, in each 16 bytes; what no code stands for is zero.
+const fn table(values: &[i8], zero: i32) -> [u8; LINE] {
     let mut t = [0; LINE];
     let mut i = 0;
     while i < LINE {
         if i % 16 < values.len() {
-            t[i] = values[i % 16] as u8 ^ 0x80;
+            let code = values[i % 16] as i32 + zero;
+            assert!(code >= 0 && code < 256);
+            t[i] = code as u8;
         }
         i += 1;
     }
     t
 }
 
-/// Defines codes that are unpacked as others are, and stand for values of a table.
+/// Defines codes that are unpacked as others are, and stand for values of a table, less a zero point; and columns whose narrow sums fit.
 macro_rules! looked_up {
-    ($(#[$doc:meta])* $name:ident, $values:expr, as $codes:ty) => {
+    ($(#[$doc:meta])* $name:ident, $values:expr, zero: $zero:expr, as $codes:ty, span: $span:literal) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
         pub struct $name;
@@ -98,48 +175,53 @@ macro_rules! looked_up {
         impl Lines for $name {
             const OPERANDS: usize = 2;
             const PLANES: [usize; 2] = <$codes>::PLANES;
-            const APART: bool = <$codes>::APART;
+            const SHARED: bool = <$codes>::SHARED;
             type Table<I: Isa> = I::Int;
             #[inline(always)]
             fn table<I: Isa>(isa: I) -> I::Int {
-                static TABLE: [u8; LINE] = table(&$values);
+                static TABLE: [u8; LINE] = table(&$values, $zero);
                 // SAFETY: 64 bytes.
                 unsafe { isa.load(TABLE.as_ptr()) }
             }
             #[inline(always)]
-            unsafe fn operands<I: Isa>(isa: I, table: I::Int, at: [*const u8; 2]) -> [I::Int; 2] {
-                // SAFETY: the bytes of a step in both planes, by the caller's promise.
-                let [a, b] = unsafe { <$codes>::operands(isa, (), at) };
+            unsafe fn operands<I: Isa, const COLUMNS: usize>(
+                isa: I,
+                table: I::Int,
+                at: [*const u8; 2],
+                step: usize,
+            ) -> [I::Int; 2] {
+                // SAFETY: the bytes of all steps in both planes, by the caller's promise.
+                let [a, b] = unsafe { <$codes>::operands::<I, COLUMNS>(isa, (), at, step) };
                 [isa.lookup(table, a), isa.lookup(table, b)]
             }
         }
 
         impl Codes for $name {
-            const SPAN: usize = 0;
-            type Unpacked = Bytes<0>;
+            const SPAN: usize = $span;
+            type Unpacked = Bytes<$span>;
         }
     };
 }
 
 looked_up!(
     /// Nibbles that stand for [`IQ4_VALUES`].
-    Iq4, IQ4_VALUES, as Nibbles
+    Iq4, IQ4_VALUES, zero: 128, as Nibbles, span: 0
 );
 looked_up!(
-    /// Nibbles that stand for [`IQ3_XXS_VALUES`].
-    Iq3XxsCodes, IQ3_XXS_VALUES, as Nibbles
+    /// Nibbles that stand for [`IQ3_XXS_VALUES`]: 2 x 124 x 127 < 2^15.
+    Iq3XxsCodes, IQ3_XXS_VALUES, zero: IQ3_XXS_ZERO, as Nibbles, span: 4
 );
 looked_up!(
-    /// Nibbles that stand for [`IQ3_S_VALUES`].
-    Iq3SCodes, IQ3_S_VALUES, as Nibbles
+    /// Nibbles that stand for [`IQ3_S_VALUES`]: 4 x 2 x 30 x 127 < 2^15.
+    Iq3SCodes, IQ3_S_VALUES, zero: IQ3_S_ZERO, as Nibbles, span: 16
 );
 looked_up!(
-    /// Three bits that stand for [`IQ2_VALUES`].
-    Iq2Codes, IQ2_VALUES, as ThreeBits
+    /// Three bits that stand for [`IQ2_VALUES`]: 2 x 86 x 127 < 2^15.
+    Iq2Codes, IQ2_VALUES, zero: IQ2_ZERO, as ThreeBits, span: 4
 );
 looked_up!(
-    /// Three bits that stand for [`IQ1_VALUES`].
-    Iq1Codes, IQ1_VALUES, as ThreeBits
+    /// Three bits that stand for [`IQ1_VALUES`]: 4 x 2 x 18 x 127 < 2^15.
+    Iq1Codes, IQ1_VALUES, zero: IQ1_ZERO, as ThreeBits, span: 16
 );
 
 /// F16 `d`; with `M`, F16 `m` as well, which is added.
@@ -190,6 +272,40 @@ impl<const OVER: u32> Scale for Signed<OVER> {
         // SAFETY: readable by the caller's promise.
         let scale = unsafe { isa.mul(isa.to_f32(isa.load_i8(record)), isa.load_f16(above)) };
         if const { OVER == 1 } { scale } else { isa.mul(scale, isa.splat_f32(1.0 / OVER as f32)) }
+    }
+}
+
+/// Scales of IQ1_S, with [`IQ1_S_LESS`], times F16 `d`, over 8; and zero points, which have the one more or less.
+#[derive(Clone, Copy)]
+pub struct MoreOrLess;
+
+impl Scale for MoreOrLess {
+    const RECORD: usize = PANEL;
+    const SUPER: usize = PANEL * 2;
+    const OUTPUTS: bool = false;
+    const ZEROS: bool = true;
+    const SHIFTS: bool = true;
+    const LOW_ZEROS: bool = true;
+    #[inline(always)]
+    unsafe fn load<I: Isa>(isa: I, record: *const u8, above: *const u8) -> I::Flt {
+        // SAFETY: readable by the caller's promise.
+        let (v, d) = unsafe { (isa.load_u8(record), isa.load_f16(above)) };
+        let scale = isa.and(v, isa.splat(!i32::from(IQ1_S_LESS)));
+        isa.mul(isa.mul(isa.to_f32(scale), d), isa.splat_f32(0.125))
+    }
+    #[inline(always)]
+    unsafe fn zeros<I: Isa>(isa: I, record: *const u8) -> I::Int {
+        // SAFETY: readable by the caller's promise.
+        let less = isa.down::<6>(unsafe { isa.load_u8(record) });
+        isa.add(isa.and(less, isa.splat(2)), isa.splat(8 - 1))
+    }
+    #[inline(always)]
+    unsafe fn shift<I: Isa>(isa: I, record: *const u8) -> I::Int {
+        // SAFETY: as above.
+        let shift = isa.sub(isa.splat(SHIFTED), unsafe { Self::zeros(isa, record) });
+        // In all four bytes.
+        let twice = isa.add(shift, isa.up::<8>(shift));
+        isa.add(twice, isa.up::<16>(twice))
     }
 }
 

@@ -148,55 +148,29 @@ macro_rules! common {
         }
 
         #[inline(always)]
-        unsafe fn load_bit_pairs(self, p: *const u8) -> [Int; 2] {
+        unsafe fn load_bit_pairs<const UP: u32>(self, p: *const u8) -> [Int; 2] {
+            const { assert!(UP == 0 || UP == 3) };
             // SAFETY: readable by the caller's promise, and `self` proves AVX2.
             unsafe {
                 let bits = _mm256_loadu_si256(p.cast());
-                let two = _mm256_set1_epi8(3);
-                [
-                    [_mm256_and_si256(bits, two), _mm256_and_si256(_mm256_srli_epi16::<2>(bits), two)],
-                    [
-                        _mm256_and_si256(_mm256_srli_epi16::<4>(bits), two),
-                        _mm256_and_si256(_mm256_srli_epi16::<6>(bits), two),
-                    ],
-                ]
-            }
-        }
-
-        #[inline(always)]
-        unsafe fn with_bit_pairs(self, v: [Int; 2], p: *const u8) -> [Int; 2] {
-            // SAFETY: readable by the caller's promise, and `self` proves AVX2.
-            unsafe {
-                let bits = _mm256_loadu_si256(p.cast());
-                let places = _mm256_set1_epi8(0x30);
-                // To bits 4 and 5, from 0, 2, 4 and 6.
-                let a = [_mm256_slli_epi16::<4>(bits), _mm256_slli_epi16::<2>(bits)];
-                let b = [bits, _mm256_srli_epi16::<2>(bits)];
-                [
-                    each!(h => _mm256_or_si256(v[0][h], _mm256_and_si256(a[h], places))),
-                    each!(h => _mm256_or_si256(v[1][h], _mm256_and_si256(b[h], places))),
-                ]
-            }
-        }
-
-        #[inline(always)]
-        unsafe fn with_bits<const T: u32>(self, v: [Int; 2], p: *const u8) -> [Int; 2] {
-            const { assert!(T == 2 || T == 4) };
-            // SAFETY: readable by the caller's promise, and `self` proves AVX2.
-            unsafe {
-                let bits = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));
-                let place = _mm256_set1_epi8(1 << T);
-                // The upper half by one: then both have their bits at one place, for which it is to bit `T` the same way.
-                let bits = _mm256_srlv_epi32(bits, _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0));
-                let to_place = |from: u32| match T + from {
-                    0..8 => _mm256_srl_epi32(bits, _mm_cvtsi32_si128(from as i32)),
-                    _ => _mm256_sll_epi32(bits, _mm_cvtsi32_si128(8 - from as i32)),
+                let two = _mm256_set1_epi8(3 << UP);
+                let from = |bit: u32| {
+                    let at_place = match UP.checked_sub(bit) {
+                        Some(left) => _mm256_sll_epi16(bits, _mm_cvtsi32_si128(left as i32)),
+                        None => _mm256_srl_epi16(bits, _mm_cvtsi32_si128((bit - UP) as i32)),
+                    };
+                    _mm256_and_si256(at_place, two)
                 };
-                let (a, b) = ([to_place(0), to_place(2)], [to_place(4), to_place(6)]);
-                [
-                    each!(h => _mm256_or_si256(v[0][h], _mm256_and_si256(a[h], place))),
-                    each!(h => _mm256_or_si256(v[1][h], _mm256_and_si256(b[h], place))),
-                ]
+                [[from(0), from(2)], [from(4), from(6)]]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_nibble_halves(self, p: *const u8) -> Int {
+            // SAFETY: readable by the caller's promise, and `self` proves AVX2.
+            unsafe {
+                let bytes = _mm256_loadu_si256(p.cast());
+                [bytes, _mm256_srli_epi32::<4>(bytes)]
             }
         }
 
@@ -469,6 +443,12 @@ unsafe impl Isa for Avx2 {
                 _mm256_add_epi32(acc[h], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
             })
         }
+        fn dot_small(self, acc: Int, w: Int, x: Int) -> Int {
+            each!(h => {
+                let pairs = _mm256_maddubs_epi16(w[h], x[h]);
+                _mm256_add_epi32(acc[h], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+            })
+        }
         fn dot_narrow(self, acc: Int, w: Int, x: Int) -> Int {
             each!(h => _mm256_add_epi16(acc[h], _mm256_maddubs_epi16(w[h], x[h])))
         }
@@ -487,6 +467,7 @@ unsafe impl Isa for AvxVnni {
     ops! {
         fn wide(self, w: Int) -> Int { w }
         fn dot_wide(self, acc: Int, w: Int, x: Int) -> Int { halves!(_mm256_dpbusd_avx_epi32(acc, w, x)) }
+        fn dot_small(self, acc: Int, w: Int, x: Int) -> Int { halves!(_mm256_dpbusd_avx_epi32(acc, w, x)) }
         fn dot_narrow(self, acc: Int, w: Int, x: Int) -> Int { halves!(_mm256_dpbusd_avx_epi32(acc, w, x)) }
     }
 }

@@ -33,11 +33,6 @@ fn first(n: usize) -> u16 {
     if n >= 16 { 0xffff } else { (1 << n) - 1 }
 }
 
-/// Counts of shifts in four words.
-const TWO: i64 = 0x0002_0002_0002_0002;
-const FOUR: i64 = 2 * TWO;
-const SIX: i64 = 3 * TWO;
-
 /// Combines lanes 8 apart of each of four registers, then lanes 4 apart: the four that are left of number `n` are lanes `4 * n` and on.
 macro_rules! four {
     ($with:ident, $shuffle:ident, $v:expr) => {{
@@ -118,50 +113,32 @@ macro_rules! common {
         }
 
         #[inline(always)]
-        unsafe fn load_bit_pairs(self, p: *const u8) -> [__m512i; 2] {
+        unsafe fn load_bit_pairs<const UP: u32>(self, p: *const u8) -> [__m512i; 2] {
+            const { assert!(UP == 0 || UP == 3) };
             // SAFETY: readable by the caller's promise, and `self` proves AVX-512 F and BW.
             unsafe {
                 let bits = _mm512_broadcast_i64x4(_mm256_loadu_si256(p.cast()));
-                let two = _mm512_set1_epi8(3);
-                let (a, b) = (
-                    _mm512_srlv_epi16(bits, _mm512_set_epi64(TWO, TWO, TWO, TWO, 0, 0, 0, 0)),
-                    _mm512_srlv_epi16(bits, _mm512_set_epi64(SIX, SIX, SIX, SIX, FOUR, FOUR, FOUR, FOUR)),
-                );
+                let two = _mm512_set1_epi8(3 << UP);
+                // Counts for both halves of a line.
+                let counts = |first: i64, second: i64| {
+                    let [a, b] = [first, second].map(|count| count * 0x0001_0001_0001_0001);
+                    _mm512_set_epi64(b, b, b, b, a, a, a, a)
+                };
+                let (a, b) = if UP == 0 {
+                    (_mm512_srlv_epi16(bits, counts(0, 2)), _mm512_srlv_epi16(bits, counts(4, 6)))
+                } else {
+                    (_mm512_sllv_epi16(bits, counts(3, 1)), _mm512_srlv_epi16(bits, counts(1, 3)))
+                };
                 [_mm512_and_si512(a, two), _mm512_and_si512(b, two)]
             }
         }
 
         #[inline(always)]
-        unsafe fn with_bit_pairs(self, v: [__m512i; 2], p: *const u8) -> [__m512i; 2] {
+        unsafe fn load_nibble_halves(self, p: *const u8) -> __m512i {
             // SAFETY: readable by the caller's promise, and `self` proves AVX-512 F.
             unsafe {
-                let bits = _mm512_broadcast_i64x4(_mm256_loadu_si256(p.cast()));
-                let places = _mm512_set1_epi8(0x30);
-                // Rotated to bits 4 and 5, from 0, 2, 4 and 6.
-                let a = _mm512_rolv_epi32(bits, _mm512_set_epi32(2, 2, 2, 2, 2, 2, 2, 2, 4, 4, 4, 4, 4, 4, 4, 4));
-                let b =
-                    _mm512_rolv_epi32(bits, _mm512_set_epi32(30, 30, 30, 30, 30, 30, 30, 30, 0, 0, 0, 0, 0, 0, 0, 0));
-                // 0xf8 = v | (a & places).
-                [_mm512_ternarylogic_epi32::<0xf8>(v[0], a, places), _mm512_ternarylogic_epi32::<0xf8>(v[1], b, places)]
-            }
-        }
-
-        #[inline(always)]
-        unsafe fn with_bits<const T: u32>(self, v: [__m512i; 2], p: *const u8) -> [__m512i; 2] {
-            const { assert!(T == 2 || T == 4) };
-            // SAFETY: readable by the caller's promise, and `self` proves AVX-512 F.
-            unsafe {
-                let bits = _mm512_broadcast_i32x4(_mm_loadu_si128(p.cast()));
-                let place = _mm512_set1_epi8(1 << T);
-                // Rotated to bit `T`: right, from the bits above it, and left, from those below.
-                let by = |n: u32| if T + n < 8 { n } else { n + 24 } as i32;
-                let [a, b] = [0, 4].map(|n| {
-                    let [q0, q1, q2, q3] = [by(n), by(n + 1), by(n + 2), by(n + 3)];
-                    let by = _mm512_set_epi32(q3, q3, q3, q3, q2, q2, q2, q2, q1, q1, q1, q1, q0, q0, q0, q0);
-                    _mm512_rorv_epi32(bits, by)
-                });
-                // 0xf8 = v | (a & place).
-                [_mm512_ternarylogic_epi32::<0xf8>(v[0], a, place), _mm512_ternarylogic_epi32::<0xf8>(v[1], b, place)]
+                let bytes = _mm512_broadcast_i64x4(_mm256_loadu_si256(p.cast()));
+                _mm512_srlv_epi32(bytes, _mm512_set_epi32(4, 4, 4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0))
             }
         }
 
@@ -487,6 +464,9 @@ macro_rules! bytes_by_maddubs {
                 let pairs = _mm512_maddubs_epi16(w.0, x);
                 _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))
             }}
+            fn dot_small(self, acc: __m512i, w: __m512i, x: __m512i) -> __m512i {
+                _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)))
+            }
             fn dot_narrow(self, acc: __m512i, w: __m512i, x: __m512i) -> __m512i {
                 _mm512_add_epi16(acc, _mm512_maddubs_epi16(w, x))
             }
@@ -503,6 +483,7 @@ macro_rules! bytes_by_vnni {
         ops! {
             fn wide(self, w: __m512i) -> __m512i { w }
             fn dot_wide(self, acc: __m512i, w: __m512i, x: __m512i) -> __m512i { _mm512_dpbusd_epi32(acc, w, x) }
+            fn dot_small(self, acc: __m512i, w: __m512i, x: __m512i) -> __m512i { _mm512_dpbusd_epi32(acc, w, x) }
             fn dot_narrow(self, acc: __m512i, w: __m512i, x: __m512i) -> __m512i { _mm512_dpbusd_epi32(acc, w, x) }
         }
     };
