@@ -124,12 +124,14 @@ fn matrix(format: Format, rows: usize, cols: usize, seed: u64) -> Matrix {
     Matrix::new(format, rows, cols, bytes.into(), None).unwrap()
 }
 
-/// Every code, scale and minimum at an extreme.
-fn extreme(format: Format, rows: usize, cols: usize) -> Matrix {
-    let mut bytes = vec![0; rows * format.row_bytes(cols).unwrap()];
-    for (i, block) in bytes.chunks_exact_mut(ggml::block(format).unwrap().1).enumerate() {
-        // Q8_0 -128, 127; others all bits, or none but those that make scales -128.
-        block.fill(if format == Format::Q8_0 { [0x80, 0x7f][i % 2] } else { [0xff, 0x00, 0x80][i % 3] });
+/// Rows of 512 columns of each byte: codes, scales and minima at their extremes, and all points of grids that have as many.
+fn extreme(format: Format) -> Matrix {
+    let (rows, cols) = (256, 512);
+    let row_bytes = format.row_bytes(cols).unwrap();
+    let mut bytes = vec![0; rows * row_bytes];
+    let block_bytes = ggml::block(format).unwrap().1;
+    for (i, block) in bytes.chunks_exact_mut(block_bytes).enumerate() {
+        block.fill((i * block_bytes / row_bytes) as u8);
         for &at in f16_scales_at(format) {
             block[at..at + 2].copy_from_slice(&0x1c00u16.to_le_bytes());
         }
@@ -195,14 +197,14 @@ fn products_match_plain_arithmetic_for_all_shapes() {
 #[test]
 fn extreme_codes_do_not_overflow() {
     for format in native() {
-        let m = extreme(format, 18, 512);
+        let m = extreme(format);
         for pattern in [[1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]] {
             let values: Vec<f32> = (0..10 * 512).map(|i| pattern[i % 2]).collect();
             for k in kernels_of(format) {
-                let (layout, _) = k.accepts(format, 18, 512).unwrap();
-                let x = Rows::new(k, layout, &values, 512);
+                let (layout, _) = k.accepts(format, m.rows(), m.cols()).unwrap();
+                let x = Rows::new(k, layout, &values, m.cols());
                 for rows in [&[0, 1][..], &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]] {
-                    let error = error(&m, &x, rows, &product(k, &weights(k, &m), 0..18, &x, rows));
+                    let error = error(&m, &x, rows, &product(k, &weights(k, &m), 0..m.rows(), &x, rows));
                     assert!(error < 3e-6, "{format} on {}: relative error {error:e}", name(k, format));
                 }
             }
