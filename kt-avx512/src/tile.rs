@@ -432,13 +432,11 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     }
                 };
             }
-            if STREAM && (L::PLANES[1] > 0 || L::SHARED) {
-                // By hand: of two planes and several panels compilers keep a loop, and find out at each step which lines begin there.
-                assert!(matches!(steps, 1 | 2 | 4));
+            if STREAM && L::SHARED {
+                // By hand: of several panels compilers keep a loop, and find out at each step which lines begin there.
+                assert!(matches!(steps, 2 | 4));
                 add!(0);
-                if steps > 1 {
-                    add!(1);
-                }
+                add!(1);
                 if steps > 2 {
                     add!(2);
                     add!(3);

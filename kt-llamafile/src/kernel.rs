@@ -71,10 +71,7 @@ impl Kernel for Llamafile {
         // Without VNNI, products of codes of 8 bits subtract the zero point themselves; see `Isa::WIDE_OFFSET`.
         let vnni = !matches!(self.tier(), Tier::Avx2 | Tier::Avx512);
         let wide = Sums::Times(if vnni { -128 } else { 0 });
-        let in_place = self.uses_in_place(format);
         let (group, sums) = match format {
-            Format::Iq1M | Format::Iq2Xs | Format::Iq2S if in_place => (16, wide),
-            Format::Iq1S | Format::Iq2Xxs | Format::Iq3Xxs | Format::Iq3S if in_place => (32, wide),
             Format::Q8_0 | Format::Iq4Nl | Format::Iq4Xs => (32, wide),
             Format::Q4_0 => (32, Sums::Pairs(-8)),
             Format::Q5_0 => (32, Sums::Pairs(-16)),
@@ -98,8 +95,14 @@ impl Kernel for Llamafile {
                 )));
             }
         };
-        // Sums in pairs are for words, which sums of products of small codes are without VNNI.
-        let sums = if vnni { sums.whole() } else { sums };
+        let in_place = self.uses_in_place(format);
+        let sums = match (in_place, vnni) {
+            // Decoded codes have 8 bits.
+            (true, _) => wide,
+            // Sums in pairs are for words, which sums of products of small codes are without VNNI.
+            (false, true) => sums.whole(),
+            (false, false) => sums,
+        };
         let how = match (vnni, in_place) {
             (true, false) => "VNNI, blocks repacked by 16 outputs",
             (true, true) => "VNNI, blocks in place, decoded for each product",

@@ -37,13 +37,13 @@
 //! | MXFP4 | 4 bits | none | 32 columns: 16 exponent bytes | none |
 //! | TQ1_0, TQ2_0 | 2 bits | none | 256 columns: 16 F16 `d` | none |
 //! | Q2_K | 2 bits | none | 16 columns: 16 bytes, scale low and minimum high | 16 F16 `d`, 16 F16 `dmin` |
-//! | Q3_K | 3 bits | 3 bits | 16 columns: 16 I8 scales | 16 F16 `d` |
+//! | Q3_K | of 3 bits | of 3 bits | 16 columns: 16 I8 scales | 16 F16 `d` |
 //! | Q4_K | 4 bits | none | 32 columns: a U8 scale and a U8 minimum, 16 times | 16 F16, 16 times 16 bits: a `Ratio` (`lines.rs`) |
 //! | Q5_K | 5 bits | none | 32 columns: 16 U8 scales, 16 U8 minima | as Q2_K |
 //! | Q6_K | 6 bits | none | as Q3_K | as Q3_K |
 //! | IQ4_XS, IQ3_XXS, IQ3_S | 4 bits | none | 32 columns: 16 I8 scales | as Q3_K |
-//! | IQ2_XXS | 3 bits | 3 bits | as IQ4_XS | as Q3_K |
-//! | IQ2_XS, IQ2_S, IQ1_M | 3 bits | 3 bits | as Q3_K | as Q3_K |
+//! | IQ2_XXS | of 3 bits | of 3 bits | as IQ4_XS | as Q3_K |
+//! | IQ2_XS, IQ2_S, IQ1_M | of 3 bits | of 3 bits | as Q3_K | as Q3_K |
 //! | IQ1_S | 2 bits | none | 32 columns: 16 bytes, scale and, in bit 7, whether codes are one less | as Q3_K |
 //!
 //! Codes of IQ1, IQ2 and IQ3 are places among the few values that coordinates of their points have, with signs, and of IQ1_M with one more or less
