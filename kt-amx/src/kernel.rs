@@ -148,6 +148,9 @@ impl Kernel for Amx {
         scratch: &mut Scratch,
     ) {
         let gguf = Self::is_gguf(outputs.of.format());
+        // What comes next may be packed by the other one, in a layout that this one does not know.
+        let next = outputs.next.filter(|(weights, _)| Self::is_gguf(weights.format()) == gguf);
+        let outputs = Outputs { next, ..outputs };
         let n = rows.len();
         if inputs.layout() == InputLayout::Bf16 {
             // Streams here too, since kt-avx512 on its own adds in another order.

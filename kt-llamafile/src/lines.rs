@@ -371,7 +371,7 @@ impl Scale for InUnits {
 /// 8 times `d`, `s` is 32 or 16, and the largest minima are off by 0.14 or 0.28 of `d` at most.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Ratio {
-    /// `d`; or `dmin`, where `d` is nothing beside it, and scales are taken for 0.
+    /// `d`; or `dmin`, where that is more than 500 times `d`. What scales give then, up to 945 times `d`, is lost: they are taken for 0.
     pub base: u16,
     /// The power of two that `s` is.
     pub power: u32,

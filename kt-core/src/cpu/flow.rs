@@ -381,20 +381,24 @@ impl<K: Kernel> Backend for CpuBackend<K> {
     fn probe(&self, layer: &LayerSpec) -> Result<Fit, Unsupported> {
         let (mut packed, mut mapped) = (0u64, 0u64);
         let mut layouts = [InputLayout::F32; 3];
-        let mut hows: Vec<&str> = Vec::new();
+        let mut hows: Vec<String> = Vec::new();
+        let mut say = |how: String| {
+            if !hows.contains(&how) {
+                hows.push(how);
+            }
+        };
         for proj in Proj::ALL {
             let (rows, cols) = layer.shape(proj);
             let format = layer.format(proj);
             let (layout, how) = self.kernel.accepts(format, rows, cols)?;
             layouts[proj.index()] = layout;
-            if !hows.contains(&how) {
-                hows.push(how);
-            }
+            say(how.into());
             match self.kernel.packed_bytes(format, rows, cols) {
                 Some(bytes) => packed += bytes as u64,
                 None => mapped += format.stored_bytes(rows, cols),
             }
         }
+        layouts.iter().for_each(|layout| say(layout.to_string()));
         let per_row = |layout: InputLayout, cols| layout.bytes(1, cols) as u64;
         let mut scratch =
             per_row(layouts[0], layer.hidden) + per_row(layouts[2], layer.intermediate) * layer.top_k as u64;
@@ -404,7 +408,7 @@ impl<K: Kernel> Backend for CpuBackend<K> {
         Ok(Fit {
             rank: self.kernel.rank(),
             tier: self.kernel.label(),
-            how: format!("{}; {}", hows.join("; "), layouts[0]),
+            how: hows.join("; "),
             packed_bytes: packed * layer.experts as u64,
             mapped_bytes: mapped * layer.experts as u64,
             scratch_bytes_per_token: scratch,

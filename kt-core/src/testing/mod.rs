@@ -7,7 +7,7 @@
 //! kt_core::testing::conformance(|_tier| Ok(CpuBackend::new("portable", Portable)));
 //! ```
 //!
-//! Two environment variables switch tests only: `KT_ISA=avx512` caps the tier, `KT_REQUIRE=avx512bf16,amx` turns a tier
+//! Two environment variables switch tests: `KT_ISA=avx512` caps the tier (that of `kt bench`, too), `KT_REQUIRE=avx512bf16,amx` turns a tier
 //! that would be skipped into a failure.
 
 mod allocations;
@@ -325,14 +325,17 @@ fn load(
     backend.load(&source.layers()[0], experts, source, &context)
 }
 
-fn synthetic(format: Format, (hidden, intermediate, experts): (usize, usize, usize)) -> SyntheticBuilder {
+fn synthetic(
+    formats: impl Into<[Format; 3]>,
+    (hidden, intermediate, experts): (usize, usize, usize),
+) -> SyntheticBuilder {
     SyntheticSource::builder()
         .hidden(hidden)
         .intermediate(intermediate)
         .experts(experts)
         .top_k(2.min(experts))
         .layers(1)
-        .format(format)
+        .format(formats)
         .seed(42)
 }
 
@@ -359,6 +362,7 @@ pub fn conformance<B: Backend>(backend: impl Fn(Tier) -> Result<B, Unsupported>)
         built = true;
         let mut declined = Vec::new();
         let mut label_tier = String::new();
+        let mut accepted_formats: Vec<(Format, f64)> = Vec::new();
         for format in ALL {
             let mut accepted = false;
             for shape in SHAPES {
@@ -412,6 +416,7 @@ pub fn conformance<B: Backend>(backend: impl Fn(Tier) -> Result<B, Unsupported>)
                 case.check(&label, &mut failures);
                 case.check_poison(&label, &mut failures);
                 if many_rows {
+                    accepted_formats.push((format, bound(&fit)));
                     same_bits(&backend, &source, &teams, &label, &mut failures);
                     if let Err(why) = replacing(&backend, &source, &team, &label, &mut failures)
                         && !declined.contains(&why)
@@ -426,6 +431,7 @@ pub fn conformance<B: Backend>(backend: impl Fn(Tier) -> Result<B, Unsupported>)
                 eprintln!("{} {label_tier} {format}: ran", backend.name());
             }
         }
+        mixed(&backend, &accepted_formats, &mut failures);
         for why in declined {
             eprintln!("{} at {tier} declines: {why}", backend.name());
         }
@@ -456,8 +462,41 @@ pub fn teams() -> crate::Result<Vec<(String, Arc<Team>)>> {
     }
     let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build();
     let pool = pool.map_err(|e| crate::Error::Invalid(format!("a pool of two threads: {e}")))?;
-    teams.push(("a pool".into(), Team::builder().pool(pool).threads(3).build()?));
+    teams.push(("a pool".into(), Team::builder().pool(pool).threads(3).oversubscribed().build()?));
     Ok(teams)
+}
+
+/// Layers of two formats, each with the next one that the backend takes: as up or as down, and the other way round. A thread alone goes through experts one
+/// by one, from one matrix to the next.
+fn mixed(backend: &dyn Backend, formats: &[(Format, f64)], failures: &mut Vec<String>) {
+    let alone = Team::oversubscribed(1).unwrap_or_else(|e| panic!("{e}"));
+    let others = formats.iter().cycle().skip(1);
+    for (&(a, bound_a), &(b, bound_b)) in formats.iter().zip(others) {
+        for three in [[a, b, a], [a, a, b], [b, b, a]] {
+            let label = format!("{} {}, {}, {}", backend.name(), three[0], three[1], three[2]);
+            let source = match synthetic(three, SHAPES[0]).build() {
+                Ok(source) => source,
+                Err(e) => {
+                    failures.push(format!("{label}: synthetic source: {e}"));
+                    continue;
+                }
+            };
+            if backend.probe(&source.layers()[0]).is_err() {
+                continue;
+            }
+            let experts = SHAPES[0].2;
+            let all: Vec<u32> = (0..experts as u32).collect();
+            match load(backend, &source, &all, &alone) {
+                Ok(bank) => {
+                    let naive = Naive::new(&source);
+                    let bound = bound_a.max(bound_b);
+                    let case = Case { bank: &*bank, naive: &naive, experts, bound, many_rows: false };
+                    case.check(&label, failures);
+                }
+                Err(e) => failures.push(format!("{label}: load: {e}")),
+            }
+        }
+    }
 }
 
 fn same_bits(
