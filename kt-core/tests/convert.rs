@@ -326,6 +326,10 @@ impl WeightSource for Failing {
         self.source.path()
     }
 
+    fn fingerprint(&self) -> Option<u128> {
+        self.source.fingerprint()
+    }
+
     fn layers(&self) -> &[LayerSpec] {
         self.source.layers()
     }
@@ -432,6 +436,124 @@ fn interrupted_conversions_end_in_the_same_bytes() {
     }
 }
 
+/// A copy of a checkpoint with its config changed.
+fn copied(from: &str, to: &Path, change: impl Fn(&mut serde_json::Value)) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(Path::new(REFERENCE).join(from)).unwrap() {
+        let entry = entry.unwrap();
+        if entry.path().is_file() {
+            std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+        }
+    }
+    let mut config = serde_json::from_slice(&std::fs::read(to.join("config.json")).unwrap()).unwrap();
+    change(&mut config);
+    std::fs::write(to.join("config.json"), config.to_string()).unwrap();
+}
+
+/// Begins a conversion that ends in the middle.
+fn interrupted(source: &Arc<dyn WeightSource>, output: &Path, with: Options) {
+    let failing = Arc::new(Failing { source: source.clone(), left: AtomicUsize::new(usize::MAX) });
+    let conversion = Conversion::plan(failing.clone(), output, with).unwrap();
+    failing.left.store(20, Ordering::Relaxed);
+    let error = conversion.write(&Progress::default()).map(drop).unwrap_err();
+    assert!(error.to_string().contains("the disk is gone"), "{error}");
+}
+
+#[test]
+fn an_output_may_be_in_the_directory_of_its_source() {
+    let dir = Dir::new("convert-inside");
+    copied("deepseek_v3/bf16", &dir.0, |_| ());
+    let (source, output) = (open(&dir.0).unwrap(), dir.0.join("q4.gguf"));
+    let little = || Options { memory: 1 << 20, ..options(&output, Format::Q4_0) };
+    interrupted(&source, &output, little());
+    std::fs::write(dir.0.join("notes.md"), "of somebody").unwrap();
+    convert(&source, &output, little());
+}
+
+#[test]
+fn a_source_of_several_files_is_known_by_all_of_them() {
+    let dir = Dir::new("convert-parts");
+    let number = |n: u16| n.to_le_bytes().to_vec();
+    let part = |g: Gguf, i: u16| g.pair("split.count", 2, number(2)).pair("split.no", 2, number(i));
+    let mut ends = Gguf::model();
+    ends.tensors.clear();
+    ends.data.clear();
+    ends.tensor("blk.0.attn_norm.weight", &[32], 0, 128);
+    let mut experts = Gguf { version: 3, pairs: vec![], tensors: vec![], data: vec![], counts: [None; 2] };
+    for proj in Proj::ALL {
+        let [rows, cols] = common::gguf::shape(proj);
+        let name = format!("blk.0.ffn_{}_exps.weight", proj.name());
+        experts.tensor(&name, &[cols as u64, rows as u64, 2], 8, 2 * rows * cols / 32 * 34);
+    }
+    let second = "m-00002-of-00002.gguf";
+    let first = dir.write("m-00001-of-00002.gguf", part(ends, 0).bytes());
+    let mut bytes = part(experts, 1).bytes();
+    dir.write(second, bytes.clone());
+    let output = dir.0.join("o.gguf");
+    let plan = || Conversion::plan(open(&first).unwrap(), &output, options(&output, Format::Q4_0)).unwrap();
+    drop(plan().write(&Progress::default()).unwrap());
+    // Written, not published; and the second part was downloaded again.
+    let end = bytes.len();
+    bytes[end - 4000..].fill(0x11);
+    bytes.extend([0; 32]);
+    dir.write(second, bytes);
+    refused(plan().write(&Progress::default()).map(drop), &["o.gguf.journal", "another source"]);
+}
+
+#[test]
+fn all_that_a_gguf_file_has_is_carried() {
+    let dir = Dir::new("convert-scales");
+    let mut g = Gguf::model();
+    g.tensor("blk.0.attn_q.weight", &[32, 32], 8, 34 * 32);
+    g.put("blk.0.attn_q.scale", &[1], 0, &2f32.to_le_bytes());
+    let source = open(dir.write("m.gguf", g.bytes())).unwrap();
+    let output = dir.0.join("o.gguf");
+    let got = convert(&source, &output, options(&output, Format::Q4_0));
+    assert_eq!(got.tensors(), source.tensors());
+    assert_eq!(got.tensor("blk.0.attn_q.scale").unwrap().decode(), [2.0]);
+    // Experts, and nothing whose name says that it is of a GGUF file.
+    let mut g = Gguf::model();
+    g.tensors.retain(|t| t.0.contains("_exps") || !t.0.starts_with("blk."));
+    let source = open(dir.write("ends.gguf", g.bytes())).unwrap();
+    let output = dir.0.join("ends-q4.gguf");
+    assert_eq!(convert(&source, &output, options(&output, Format::Q4_0)).tensors(), source.tensors());
+}
+
+#[test]
+fn how_a_source_was_quantized_is_not_said_of_the_output() {
+    let dir = Dir::new("convert-sides");
+    let (from, output) = (dir.0.join("from"), dir.0.join("to"));
+    copied("qwen3_moe/bf16", &from, |_| ());
+    for name in ["hf_quant_config.json", "quantize_config.json", "quant_config.json", "chat_template.jinja"] {
+        std::fs::write(from.join(name), "{}").unwrap();
+    }
+    convert(&open(&from).unwrap(), &output, options(&output, Format::Bf16));
+    let names = files(&output).into_keys().map(|name| name.display().to_string()).collect::<Vec<_>>();
+    assert!(names.contains(&"chat_template.jinja".into()) && !names.iter().any(|n| n.contains("quant")), "{names:?}");
+}
+
+#[test]
+fn numbers_of_configs_that_cannot_be_are_refused() {
+    let dir = Dir::new("convert-configs");
+    let plan = |from: &str, key: &str, value: u64, experts_only: bool| {
+        let to = dir.0.join(format!("{key}-{value}"));
+        copied(from, &to, |config| config[key] = value.into());
+        let tokenizer = r#"{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}"#;
+        std::fs::write(to.join("tokenizer.json"), tokenizer).unwrap();
+        let source = open(&to)?;
+        let with = Options { experts_only, ..Options::new(Container::Gguf, Format::Q8_0) };
+        Conversion::plan(source, &dir.0.join("o.gguf"), with)
+    };
+    for (key, value) in
+        [("qk_nope_head_dim", u64::MAX), ("kv_lora_rank", u32::MAX.into()), ("qk_rope_head_dim", u32::MAX.into())]
+    {
+        refused(plan("deepseek_v3/bf16", key, value, false).map(drop), &["."]);
+    }
+    refused(plan("qwen3_moe/bf16", "num_hidden_layers", 1 << 24, true).map(drop), &["num_hidden_layers", "16777216"]);
+    let plan = plan("qwen3_moe/bf16", "vocab_size", 1 << 60, true).unwrap();
+    assert!(plan.notes().iter().any(|n| n.contains("larger than any")), "{:?}", plan.notes());
+}
+
 #[test]
 fn damaged_files_are_found() {
     let dir = Dir::new("convert-damaged");
@@ -458,6 +580,8 @@ fn damaged_files_are_found() {
         refused(verify(output, &Progress::default()), &[name, "cannot be read"]);
     }
     refused(verify(&Path::new(REFERENCE).join("qwen3_moe/bf16"), &Progress::default()), &["no checksums"]);
+    refused(verify(&dir.0.join("absent"), &Progress::default()), &["absent", "No such file"]);
+    refused(verify(&dir.0.join("absent.gguf"), &Progress::default()), &["absent.gguf", "No such file"]);
     // The checksum is in the GGUF file, too, and counts as well.
     convert(&source, &dir.0.join("alone.gguf"), options(&file, Format::Q8_0));
     let alone = dir.0.join("alone.gguf");
@@ -467,6 +591,18 @@ fn damaged_files_are_found() {
     *bad.last_mut().unwrap() ^= 1;
     std::fs::write(&alone, &bad).unwrap();
     refused(verify(&alone, &Progress::default()), &["alone.gguf", "checksum"]);
+    // Beside the good file that it was a copy of; and the good one with another name.
+    let (good, copy, moved) = (dir.0.join("good.gguf"), dir.0.join("copy.gguf"), dir.0.join("moved.gguf"));
+    convert(&source, &good, options(&good, Format::Q8_0));
+    let mut bad = std::fs::read(&good).unwrap();
+    *bad.last_mut().unwrap() ^= 1;
+    std::fs::write(&copy, &bad).unwrap();
+    refused(verify(&copy, &Progress::default()), &["copy.gguf", "checksum"]);
+    for suffix in ["", ".json"] {
+        let name = |path: &Path| PathBuf::from(format!("{}{suffix}", path.display()));
+        std::fs::rename(name(&good), name(&moved)).unwrap();
+    }
+    verify(&moved, &Progress::default()).unwrap();
 }
 
 #[test]
@@ -487,6 +623,27 @@ fn what_cannot_be_is_refused() {
     convert(&source, &output, directory(Format::Bf16));
     let again = Conversion::plan(source.clone(), &output, directory(Format::Bf16)).unwrap();
     refused(again.is_published(), &["is there already"]);
+    // What took the name meanwhile is not what is done beside it, which stays.
+    let output = dir.0.join("taken");
+    let taken = Conversion::plan(source.clone(), &output, directory(Format::Bf16)).unwrap();
+    drop(taken.write(&Progress::default()).unwrap());
+    std::fs::create_dir(&output).unwrap();
+    std::fs::write(output.join("README"), "of somebody").unwrap();
+    refused(taken.is_published(), &["taken", "is there already"]);
+    std::fs::remove_dir_all(&output).unwrap();
+    taken.write(&Progress::default()).unwrap().publish(None).unwrap();
+    // A path that ends in a separator names the same output.
+    let again = Conversion::plan(source.clone(), &dir.0.join("taken/"), directory(Format::Bf16)).unwrap();
+    refused(again.is_published(), &["is there already"]);
+    // A file does not take the place of a directory.
+    let output = dir.0.join("directory.gguf");
+    std::fs::create_dir(&output).unwrap();
+    let file = Conversion::plan(source.clone(), &output, gguf(Format::Q8_0)).unwrap();
+    refused(file.write(&Progress::default()).map(drop), &["directory.gguf", "is there already"]);
+    let output = dir.0.join("slash/");
+    std::fs::create_dir(&output).unwrap();
+    convert(&source, &output, directory(Format::Bf16));
+    assert!(!output.join(".partial").exists());
     let output = dir.0.join("half");
     let progress = Progress::default();
     progress.cancel();

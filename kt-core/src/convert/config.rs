@@ -584,8 +584,10 @@ impl Model<'_> {
     fn latent_to_gguf(&self, pairs: &mut Pairs) -> Result<()> {
         let config = text(self.config);
         let number = |key: &str| config.get(key).and_then(Value::as_u64).and_then(|v| u32::try_from(v).ok());
-        let missing = |key: &str| Error::tensor(self.file, key, "missing from the config: GGUF metadata need it");
-        let of = |key: &str| number(key).ok_or_else(|| missing(key));
+        let missing =
+            |key: &str| Error::tensor(self.file, key, "missing from the config, or too large: GGUF metadata need it");
+        // No dimension of a model is as large, nor are two together.
+        let of = |key: &str| number(key).filter(|&n| n < 1 << 30).ok_or_else(|| missing(key));
         let key = |name: &str| format!("{}.{name}", self.architecture);
         let (nope, rope, lora) = (of("qk_nope_head_dim")?, of("qk_rope_head_dim")?, of("kv_lora_rank")?);
         if let Some(shared) = number("n_shared_experts").filter(|&n| n > 0) {

@@ -137,8 +137,10 @@ impl Conversion {
     /// # Errors
     /// A model that the container cannot hold, a format that does not fit a shape, or options that make no sense.
     pub fn plan(source: Arc<dyn WeightSource>, output: &Path, options: Options) -> Result<Self> {
+        // Without what ends a path and says nothing: `OUT/` is `OUT`, and what is beside it has its name.
+        let output = output.components().collect::<PathBuf>();
         let name = output.file_name().and_then(|n| n.to_str());
-        let name = name.ok_or_else(|| Error::file(output, "the output needs a name that is text"))?;
+        let name = name.ok_or_else(|| Error::file(&output, "the output needs a name that is text"))?;
         if options.experts_only && (options.dense.is_some() || options.head.is_some()) {
             return Err(Error::Invalid("experts only, and a format for other tensors: leave out one of them".into()));
         }
@@ -155,7 +157,7 @@ impl Conversion {
         if let Some(importance) = &options.importance {
             about["importance"] = json!(importance.digest());
         }
-        Ok(Conversion { source, output: output.to_owned(), options, plan, about })
+        Ok(Conversion { source, output, options, plan, about })
     }
 
     /// Bytes that the files with weights will have.
@@ -187,16 +189,32 @@ impl Conversion {
     /// # Errors
     /// The output is there, and not of this conversion: it is not overwritten.
     pub fn is_published(&self) -> Result<bool> {
-        let empty = || std::fs::read_dir(&self.output).is_ok_and(|mut d| d.next().is_none());
+        // What a directory may take the place of; a file may not.
+        let empty = || {
+            self.options.container == Container::Safetensors
+                && std::fs::read_dir(&self.output).is_ok_and(|mut d| d.next().is_none())
+        };
         if !self.output.exists() || empty() {
             return Ok(false);
         }
-        if !self.journal_path().exists() {
+        if !self.journal_path().exists() || !self.has_moved() {
             return Err(Error::file(&self.output, "is there already; remove it, or choose another output"));
         }
         Journal::open(&self.journal_path(), &self.about)?;
         self.clear()?;
         Ok(true)
+    }
+
+    /// Whether the files with weights are what the output has, and are no longer in the partial directory.
+    fn has_moved(&self) -> bool {
+        self.plan.files.iter().all(|file| {
+            let there = match self.options.container {
+                Container::Safetensors => self.output.join(&file.name),
+                Container::Gguf => self.output.clone(),
+            };
+            std::fs::metadata(there).is_ok_and(|m| m.is_file() && m.len() == file.bytes())
+                && !self.partial().join(&file.name).exists()
+        })
     }
 
     /// Removes the journal and what is left of the partial directory.
@@ -289,7 +307,8 @@ impl Conversion {
     }
 }
 
-/// What tells one conversion from another: every header and item of the output, and the files of the source by size and time.
+/// What tells one conversion from another: every header and item of the output, and the files of the source by size and time: those that it is made of,
+/// where it knows them, else all in its directory.
 fn identity(source: &dyn WeightSource, plan: &Output) -> Result<String> {
     let mut hash = Sha256::new();
     let io = |source_error| Error::Io { path: source.path().to_owned(), source: source_error };
@@ -302,7 +321,9 @@ fn identity(source: &dyn WeightSource, plan: &Output) -> Result<String> {
         hash.update(content);
     }
     let mut files = Vec::new();
-    if source.path().is_dir() {
+    if let Some(fingerprint) = source.fingerprint() {
+        hash.update(fingerprint.to_le_bytes());
+    } else if source.path().is_dir() {
         for entry in std::fs::read_dir(source.path()).map_err(io)? {
             files.push(entry.map_err(io)?.path());
         }

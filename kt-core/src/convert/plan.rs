@@ -213,7 +213,8 @@ impl<'a> Planner<'a> {
     /// Everything that is not a routed expert.
     fn dense(&mut self) -> Result<Vec<Dense>> {
         let tensors: BTreeSet<String> = self.source.tensors().into_iter().collect();
-        let renamed = tensors.iter().any(|n| n.starts_with("blk."));
+        let from_gguf = matches!(self.source.metadata(), Metadata::Gguf(_));
+        let renamed = from_gguf || tensors.iter().any(|n| n.starts_with("blk."));
         let spelling = Spelling::new(self.family, self.whole, &self.prefix);
         let gguf = self.options.container == Container::Gguf;
         let crosses = renamed != gguf;
@@ -228,7 +229,8 @@ impl<'a> Planner<'a> {
         }
         let mut all = Vec::new();
         for name in &tensors {
-            let Some(base) = layer_of(name, &tensors) else { continue };
+            // In GGUF files nothing goes with its layer: scales beside weights stand for themselves.
+            let Some(base) = layer_of(name, &tensors).or(from_gguf.then_some(None)) else { continue };
             let (from, stored) = match &base {
                 Some(base) => (format!("{base}.weight"), None),
                 None => (name.clone(), self.source.stored(name)),
@@ -276,7 +278,6 @@ impl<'a> Planner<'a> {
                 _ => from.ends_with("rotary_emb.inv_freq"),
             };
             // Other programs' directories may have GGUF's names, but never its order of rows.
-            let from_gguf = matches!(self.source.metadata(), Metadata::Gguf(_));
             let heads = if from_gguf != gguf { self.heads(&from, &shape)? } else { None };
             // A vector there, a matrix of one row here.
             let shape = match (to.as_deref(), self.family.shared_gate, &shape[..]) {
@@ -719,7 +720,9 @@ impl<'a> Planner<'a> {
             let kind = Path::new(&name).extension().and_then(|e| e.to_str()).unwrap_or_default();
             let known = ["json", "txt", "model", "jinja", "py", "tiktoken", "md"].contains(&kind)
                 || ["LICENSE", "NOTICE"].contains(&name.as_str());
-            let own = ["config.json", super::INDEX, super::REPORT].contains(&name.as_str());
+            // Those that say how the source is quantized are no longer true.
+            let own = ["config.json", super::INDEX, super::REPORT].contains(&name.as_str())
+                || ["hf_quant_config.json", "quantize_config.json", "quant_config.json"].contains(&name.as_str());
             if known && !own && !name.starts_with('.') && entry.path().is_file() {
                 names.push(name);
             }
@@ -810,7 +813,7 @@ impl<'a> Planner<'a> {
             |key: &str| names::count(text(config), &[key]).ok_or_else(|| self.fail(key, "missing from the config"));
         let (heads, nope, value) = (int("num_attention_heads")?, int("qk_nope_head_dim")?, int("v_head_dim")?);
         let narrow = m.cols();
-        if heads.checked_mul(nope + value) != Some(m.rows()) {
+        if nope.checked_add(value).and_then(|n| n.checked_mul(heads)) != Some(m.rows()) {
             let what =
                 format!("is [{}, {narrow}], but by the config it has {heads} heads of {nope} + {value}", m.rows());
             return Err(self.fail(&d.from, what));

@@ -17,6 +17,11 @@ const USER_DEFINED: i32 = 4;
 const UNUSED: i32 = 5;
 const BYTE: i32 = 6;
 
+/// More tokens than any model has.
+const MOST_TOKENS: usize = 1 << 24;
+/// Bytes of a token beyond which nothing is asked of what it may be made of: more than any has.
+const LONGEST: usize = 1 << 12;
+
 /// What stands for a space in pieces.
 const MARK: &str = "\u{2581}";
 
@@ -42,6 +47,9 @@ pub fn to_gguf(
     let pieces = bpe.get("byte_fallback").and_then(Value::as_bool).unwrap_or(false);
     let unknown = bpe.get("unk_token").and_then(Value::as_str).filter(|_| pieces);
     let words = bpe.get("vocab").and_then(Value::as_object).ok_or("the tokenizer has no `vocab`")?;
+    if vocabulary > MOST_TOKENS {
+        return Err(format!("a vocabulary of {vocabulary} is larger than any; {MOST_TOKENS} tokens are read at most"));
+    }
     let mut tokens = vec![None; vocabulary];
     let mut put = |text: &str, id: Option<u64>, kind: i32| {
         let slot = id.and_then(|id| tokens.get_mut(usize::try_from(id).ok()?));
@@ -125,7 +133,7 @@ fn scores(tokens: &[String], merges: &[String]) -> Vec<f32> {
 
 /// The merges that scores stand for: of every piece that is made of two others, by falling score, its longest first parts first.
 fn merges_of(tokens: &[&str], scores: &[f32], kinds: &[i32]) -> Vec<Value> {
-    let normal = |id: &usize| kinds[*id] == NORMAL;
+    let normal = |id: &usize| kinds[*id] == NORMAL && tokens[*id].len() <= LONGEST;
     let known: BTreeSet<&str> = (0..tokens.len()).filter(normal).map(|id| tokens[id]).collect();
     let mut order: Vec<usize> = (0..tokens.len()).filter(normal).collect();
     order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]).then(a.cmp(&b)));

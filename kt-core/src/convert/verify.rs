@@ -28,15 +28,18 @@ pub struct Verified {
 /// There are no checksums; or the names of all files that are missing or damaged, and how.
 pub fn verify(path: &Path, progress: &Progress) -> Result<Verified> {
     let (list, pointer, dir) = match Container::of(path) {
-        Container::Gguf => (beside(path, ".json"), "/files", path.parent().unwrap_or(Path::new("")).to_owned()),
-        Container::Safetensors => (path.join(INDEX), "/metadata/kt/files", path.to_owned()),
+        Container::Gguf => (beside(path, ".json"), "/files", None),
+        Container::Safetensors => (path.join(INDEX), "/metadata/kt/files", Some(path)),
     };
     let none = "there are no checksums of this checkpoint; those that kt converted have them";
     let text = match std::fs::read(&list) {
         Ok(text) => text,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => match summary(path) {
             Some((_, text)) => text.into_bytes(),
-            None => return Err(Error::file(list, none)),
+            None => {
+                std::fs::metadata(path).map_err(|source| Error::Io { path: path.to_owned(), source })?;
+                return Err(Error::file(list, none));
+            }
         },
         Err(source) => return Err(Error::Io { path: list, source }),
     };
@@ -48,7 +51,10 @@ pub fn verify(path: &Path, progress: &Progress) -> Result<Verified> {
         let plain = !name.contains(['/', '\\']) && name != "..";
         let (bytes, sha256) = (about.get("bytes").and_then(Value::as_u64), about.get("sha256").and_then(Value::as_str));
         match (bytes, sha256) {
-            (Some(bytes), Some(sha256)) if plain => all.push((dir.join(name), bytes, sha256)),
+            // A GGUF file is the one that was named, whatever its name was when it was written.
+            (Some(bytes), Some(sha256)) if plain => {
+                all.push((dir.as_ref().map_or(path.to_owned(), |dir| dir.join(name)), bytes, sha256));
+            }
             _ => return Err(Error::tensor(&list, name, "its entry among the checksums is damaged")),
         }
     }
@@ -69,7 +75,12 @@ pub fn verify(path: &Path, progress: &Progress) -> Result<Verified> {
         }
     }
     if !wrong.is_empty() {
-        let what = format!("{} of {} files are damaged: {}; convert again", wrong.len(), all.len(), wrong.join("; "));
+        let what = format!(
+            "{} of {} files are missing or damaged: {}; convert again",
+            wrong.len(),
+            all.len(),
+            wrong.join("; ")
+        );
         return Err(Error::file(path, what));
     }
     crate::source::open(path)?;
