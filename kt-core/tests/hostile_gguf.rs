@@ -157,7 +157,11 @@ fn gguf_metadata_that_cannot_be_is_named() {
     refused(set("expert_used_count", 3).open(), &["file.gguf", "qwen3moe.expert_used_count", "3", "2 experts"]);
     refused(g().without_pair("qwen3moe.embedding_length").open(), &["file.gguf", "qwen3moe.embedding_length"]);
     refused(set("block_count", 2).open(), &["file.gguf", "blk.1.ffn_gate_exps.weight", "missing"]);
-    refused(set("block_count", u32::MAX).open(), &["file.gguf", "blk.1.ffn_gate_exps.weight", "missing"]);
+    refused(set("block_count", 1 << 14).open(), &["file.gguf", "blk.1.ffn_gate_exps.weight", "missing"]);
+    refused(set("block_count", u32::MAX).open(), &["file.gguf", "block_count", "4294967295"]);
+    let endless = g().without_pair("qwen3moe.block_count");
+    let endless = endless.pair("qwen3moe.block_count", 10, (1u64 << 60).to_le_bytes().to_vec());
+    refused(endless.open(), &["file.gguf", "block_count", "more than"]);
     refused(set("nextn_predict_layers", 1).open(), &["file.gguf", "no layer"]);
     let groups = set("expert_gating_func", 2).uint("qwen3moe.expert_group_count", 5);
     refused(groups.open(), &["file.gguf", "qwen3moe.expert_group_count", "5 groups"]);

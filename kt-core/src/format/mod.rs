@@ -359,7 +359,8 @@ impl Format {
             return match (group, self.nibbles()) {
                 (Group::Row, false) => blocks(1, 1),
                 (Group::Row, true) => blocks(2, 1),
-                (Group::Of(g), false) => blocks(g.max(1) as usize, g.max(1) as usize),
+                (Group::Of(0), _) => Err(format!("{self}: a group has at least one column")),
+                (Group::Of(g), false) => blocks(g as usize, g as usize),
                 (Group::Of(g), true) if g >= 2 && g % 2 == 0 => blocks(g as usize, g as usize / 2),
                 (Group::Of(g), true) => Err(format!("INT4 groups must be even, got {g}")),
             };

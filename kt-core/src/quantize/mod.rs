@@ -29,7 +29,7 @@ pub(crate) use tier::difference;
 ///
 /// # Errors
 /// A shape that the format cannot have, `values` of another length, or a value that the format cannot hold: NaN and
-/// infinities except in F32, F16 and BF16, and numbers beyond the format's range. The message gives row and column.
+/// infinities except in F32, F16 and BF16, and numbers beyond the format's range, or 2^60 but in these. The message gives row and column.
 pub fn encode(format: Format, rows: usize, cols: usize, values: &[f32]) -> Result<Matrix, String> {
     encode_weighted(format, rows, cols, values, None)
 }

@@ -15,8 +15,8 @@ pub(super) fn unfit(format: Format, values: &[f32]) -> Option<usize> {
         Format::F16 => values.iter().position(|v| v.is_finite() && half::f16::from_f32(*v).is_infinite()),
         Format::Bf16 => values.iter().position(|v| v.is_finite() && bf16_to_f32(f32_to_bf16(*v)).is_infinite()),
         _ => {
-            // Eight at a time: all ones in the exponent are what is not finite.
-            let wrong = |v: &f32| v.to_bits() & 0x7f80_0000 == 0x7f80_0000;
+            // Eight at a time: what has the exponent of 2^60 or a larger one, all ones for what is not finite. Searches for scales sum squares.
+            let wrong = |v: &f32| v.to_bits() & 0x7f80_0000 >= (127 + 60) << 23;
             let eights = values.as_chunks::<8>().0;
             let fine = eights.iter().take_while(|eight| !eight.iter().fold(false, |any, v| any | wrong(v))).count() * 8;
             values[fine..].iter().position(wrong).map(|i| fine + i)

@@ -14,6 +14,9 @@ use crate::routing::Routing;
 /// No dimension of a model is larger: keeps products of two of them far from overflowing.
 const MOST: usize = 1 << 24;
 
+/// No model has more layers.
+pub(crate) const MOST_LAYERS: usize = 1 << 14;
+
 /// A model by its config.
 pub struct Model {
     pub metadata: Metadata,
@@ -45,6 +48,10 @@ impl Model {
             })
         };
         let blocks = number(&["num_hidden_layers"])?;
+        if blocks > MOST_LAYERS {
+            let what = format!("is {blocks}, more than the {MOST_LAYERS} layers that a model may have here");
+            return Err(Error::tensor(file, "num_hidden_layers", what));
+        }
         let (experts, top_k) = (number(names::EXPERTS_KEYS)?, number(names::TOP_K_KEYS)?);
         let (hidden, intermediate) = (number(&["hidden_size"])?, number(&[family.intermediate_key])?);
         if top_k > experts {
