@@ -133,8 +133,51 @@ fn bad_batches_are_refused_at_the_door() {
     let mut narrow = Batch::new(1, vec![0f32; HIDDEN - 1], vec![0], vec![1.0]).unwrap();
     let error = layer.forward(&mut narrow).unwrap_err().to_string();
     assert!(error.contains("input [tokens, hidden]") && error.contains("256") && error.contains("255"), "{error}");
+    let error = Batch::new(2, vec![0f32; 511], vec![], vec![]).unwrap_err().to_string();
+    assert!(error.contains("expected 512 elements, got 511"), "{error}");
+    // More tokens than a machine can have; empty as they are, nothing else is wrong with them.
+    let mut many = Batch::new(1 << 58, Vec::<f32>::new(), vec![], vec![]).unwrap();
+    assert!(matches!(layer.forward(&mut many), Err(Error::Length { .. })));
     let Err(error) = experts.layer(2) else { panic!("layer 2 does not exist") };
     assert!(error.to_string().contains("0..=1"), "{error}");
+}
+
+#[test]
+fn handles_can_be_shared_by_threads() {
+    fn shared<T: Send + Sync>() {}
+    shared::<Runtime>();
+    shared::<kt::Experts>();
+    shared::<Batch>();
+    shared::<Plan>();
+    shared::<Error>();
+}
+
+#[test]
+fn tokens_may_have_no_experts() {
+    let runtime = kt::runtime().build().unwrap();
+    let experts = runtime.load(&source(Format::Bf16)).unwrap();
+    let layer = experts.layer(0).unwrap();
+    experts.record_trace();
+    let none = || Batch::new(3, input(3), vec![], vec![]).unwrap();
+    let mut batch = none();
+    assert_eq!(batch.top_k(), 0);
+    batch.defer(1);
+    layer.forward(&mut batch).unwrap();
+    assert_eq!(batch.output(), vec![0.0; 3 * HIDDEN]);
+    assert_eq!(layer.submit(none()).wait().unwrap().output(), vec![0.0; 3 * HIDDEN]);
+    let heat = experts.heat_map();
+    assert_eq!((heat.layers()[0].tokens, heat.total()), (6, 0));
+    let trace = experts.take_trace();
+    assert_eq!(trace.layers()[0].ids, vec![-1; 6 * trace.layers()[0].top_k]);
+}
+
+#[test]
+fn passes_without_end_are_planned_as_what_they_take() {
+    let plan = |tokens| kt::runtime().pass_tokens(tokens).build().unwrap().plan(&source(Format::Bf16)).unwrap();
+    for tokens in [usize::MAX, 1 << 56] {
+        let plan = plan(tokens);
+        assert!(plan.scratch_bytes >= 1 << 60 && plan.verdict() == Verdict::Refuse, "{tokens}: {plan}");
+    }
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! What the caller owns: hidden states, the router's choice, and the output.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::error::{Error, Result};
 use crate::experts::Part;
@@ -28,13 +29,22 @@ pub struct Batch {
 pub(crate) struct Carried {
     /// Index of the layer in the model.
     pub layer: usize,
+    /// What the layers of one load have in common, and no other has ([`LayerExperts`](crate::LayerExperts)' `stream_from`).
+    pub of: Arc<AtomicUsize>,
     pub tokens: usize,
-    pub parts: Vec<Part>,
+    /// Behind a lock that is never waited for, so that a batch can be shared for reading.
+    pub parts: Mutex<Vec<Part>>,
+}
+
+/// The multiple of `of` that is nearest to `n`, and not 0 unless `of` is.
+pub(crate) fn nearest_multiple(n: usize, of: usize) -> usize {
+    n.saturating_add(of / 2).checked_div(of).unwrap_or(0).max(1).saturating_mul(of)
 }
 
 impl fmt::Debug for Carried {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} parts of layer {}", self.parts.len(), self.layer)
+        let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        write!(f, "{} parts of layer {}", parts.len(), self.layer)
     }
 }
 
@@ -95,9 +105,8 @@ impl Batch {
 
     fn check(&self) -> Result<()> {
         let multiple = |what, got: usize| {
-            let per_token = got / self.tokens.max(1);
-            let expected = per_token * self.tokens;
-            if got == expected { Ok(per_token) } else { Err(Error::Length { what, expected, got }) }
+            let expected = nearest_multiple(got, self.tokens);
+            if got == 0 || got == expected { Ok(()) } else { Err(Error::Length { what, expected, got }) }
         };
         multiple("input [tokens, hidden]", self.input.len())?;
         multiple("topk_ids [tokens, top_k]", self.topk_ids.len())?;

@@ -34,6 +34,8 @@ pub struct Experts {
     pub(crate) cache: Option<CacheReport>,
     /// Where experts came from, if it was kept.
     pub(crate) source: Option<Arc<dyn WeightSource>>,
+    /// Whether it was kept so that experts could be moved.
+    pub(crate) movable: bool,
     /// What devices were given.
     pub(crate) needs: Vec<Need>,
     pub(crate) stream_from: Arc<AtomicUsize>,
@@ -45,13 +47,10 @@ impl Experts {
     /// # Errors
     /// [`Error::NoSuchLayer`] when that layer holds no experts.
     pub fn layer(&self, index: usize) -> Result<&Arc<LayerExperts>> {
-        self.layers.iter().find(|l| l.spec.index == index).ok_or_else(|| {
-            let known = match (self.layers.first(), self.layers.last()) {
-                (Some(a), Some(b)) => format!("{}..={}", a.spec.index, b.spec.index),
-                _ => "none".into(),
-            };
-            Error::NoSuchLayer { layer: index, known }
-        })
+        self.layers
+            .iter()
+            .find(|l| l.spec.index == index)
+            .ok_or_else(|| Error::NoSuchLayer { layer: index, known: runs(self.layers.iter().map(|l| l.spec.index)) })
     }
 
     /// All expert layers, by rising index.
@@ -211,7 +210,7 @@ impl Experts {
     /// The experts were not loaded so that they could be moved
     /// ([`PlacementOptions::live`](crate::placement::PlacementOptions::live)).
     pub fn live(&self, options: LiveOptions) -> Result<Live> {
-        if self.source.is_none() || !self.layers.iter().any(|l| l.banks.len() > 1) {
+        if !self.movable || !self.layers.iter().any(|l| l.banks.len() > 1) {
             return Err(Error::Invalid(
                 "experts cannot be moved: load them with `load_shared`, and a placement that is live and has devices"
                     .into(),
@@ -294,6 +293,19 @@ impl Placed {
     }
 }
 
+/// Rising numbers, for messages: those that follow each other as one run.
+fn runs(numbers: impl Iterator<Item = usize>) -> String {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for n in numbers {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == n => *last = n,
+            _ => runs.push((n, n)),
+        }
+    }
+    let run = |&(a, b): &(usize, usize)| if a == b { a.to_string() } else { format!("{a}..={b}") };
+    if runs.is_empty() { "none".into() } else { runs.iter().map(run).collect::<Vec<_>>().join(", ") }
+}
+
 /// How a layer's experts are streamed to a device.
 pub(crate) struct LayerStream {
     pub backend: Arc<dyn Backend>,
@@ -351,8 +363,8 @@ pub struct LayerExperts {
     pub(crate) observed: Mutex<Observed>,
     /// Held while two experts change places.
     pub(crate) moving: Mutex<()>,
-    /// How many prepared calls need experts to stay where they are.
-    pub(crate) prepared: AtomicUsize,
+    /// How many prepared calls and deferred parts need experts to stay where they are.
+    pub(crate) staying: Arc<AtomicUsize>,
     /// The expert layer before, and whether another follows.
     pub(crate) previous: Option<usize>,
     pub(crate) last: bool,
@@ -367,6 +379,24 @@ pub(crate) struct Part {
     /// Index of the bank, or nothing where a layer is streamed.
     bank: Option<usize>,
     pending: Pending<Work>,
+    /// Of what outlives its layer's call.
+    _stays: Option<Stays>,
+}
+
+/// Counts in [`LayerExperts::staying`] for as long as it lives.
+struct Stays(Arc<AtomicUsize>);
+
+impl Stays {
+    fn new(staying: &Arc<AtomicUsize>) -> Self {
+        staying.fetch_add(1, Ordering::SeqCst);
+        Stays(staying.clone())
+    }
+}
+
+impl Drop for Stays {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 impl LayerExperts {
@@ -400,12 +430,12 @@ impl LayerExperts {
         LayerPlacement { layer: self.spec.index, on }
     }
 
-    /// Two experts change places; or none does, as calls of the layer are prepared for where they are.
+    /// Two experts change places; or none does, as calls of the layer are prepared for where they are, or what they deferred is under way.
     fn swap(&self, swap: &Swap, source: &dyn WeightSource) -> Result<bool> {
         // One move at a time: homes do not change between its parts.
         let _one = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_prepared = || self.prepared.load(Ordering::SeqCst) > 0;
-        if is_prepared() {
+        let stay = || self.staying.load(Ordering::SeqCst) > 0;
+        if stay() {
             return Ok(false);
         }
         let home = |expert: u32| self.placed().homes.get(expert as usize).copied();
@@ -418,7 +448,7 @@ impl LayerExperts {
         let up = device.experts.replacement(cold.local, swap.hot, source).map_err(|e| named(device, e))?;
         let down = host.experts.replacement(hot.local, swap.cold, source).map_err(|e| named(host, e))?;
         let mut placed = self.placed.write().unwrap_or_else(PoisonError::into_inner);
-        if is_prepared() {
+        if stay() {
             return Ok(false);
         }
         // The device first, as it is the likelier to fail: the host has the hot expert until then.
@@ -467,14 +497,15 @@ impl LayerExperts {
         observed.tokens += tokens as u64;
         if let Some(trace) = &mut observed.trace {
             let (k, top_k) = (ids.len() / tokens.max(1), self.spec.top_k.max(1));
-            for token in ids.chunks(k.max(1)) {
+            for token in 0..tokens {
+                let token = &ids[token * k..][..k];
                 trace.extend((0..top_k).map(|i| token.get(i).copied().unwrap_or(NO_EXPERT)));
             }
         }
     }
 
     fn check(&self, batch: &Batch) -> Result<()> {
-        let expected = batch.tokens * self.spec.hidden;
+        let expected = batch.tokens.saturating_mul(self.spec.hidden);
         if batch.input.len() != expected {
             return Err(Error::Length { what: "input [tokens, hidden]", expected, got: batch.input.len() });
         }
@@ -518,8 +549,11 @@ impl LayerExperts {
         let start = Instant::now();
         let mut counted = Counted::new(self, batch.tokens);
         let reused = std::mem::take(&mut batch.output);
-        // Of another layer's call, or of other tokens: nobody will ask for it again.
-        let carried = batch.carried.take().filter(|c| Some(c.layer) == self.previous && c.tokens == batch.tokens);
+        // Of another layer's call, of other tokens or another model: nobody will ask for it again.
+        let follows = |c: &Carried| {
+            Some(c.layer) == self.previous && c.tokens == batch.tokens && Arc::ptr_eq(&c.of, &self.stream_from)
+        };
+        let carried = batch.carried.take().filter(follows);
         self.check(batch)?;
         self.trace(batch.tokens, &batch.topk_ids);
         let defer = if self.last { 0 } else { batch.defer };
@@ -527,12 +561,14 @@ impl LayerExperts {
         let routing = (&batch.topk_ids[..], &batch.topk_weights[..]);
         let (mut output, left) =
             self.compute_into(reused, &batch.input, batch.tokens, routing, defer, stream, &mut counted)?;
-        for part in carried.into_iter().flat_map(|c| c.parts) {
+        let parts = carried.map(|c| c.parts.into_inner().unwrap_or_else(PoisonError::into_inner));
+        for part in parts.into_iter().flatten() {
             // What a layer left is counted with the layer that waits for it; whose bank it was, that layer knows.
             self.add(Part { bank: None, ..part }, &mut output, &mut counted)?;
         }
         if !left.is_empty() {
-            batch.carried = Some(Carried { layer: self.spec.index, tokens: batch.tokens, parts: left });
+            let of = self.stream_from.clone();
+            batch.carried = Some(Carried { layer: self.spec.index, tokens: batch.tokens, of, parts: Mutex::new(left) });
         }
         batch.output = output;
         counted.usage.wall = start.elapsed();
@@ -590,7 +626,7 @@ impl LayerExperts {
         counted: &mut Counted,
     ) -> Result<(Vec<f32>, Vec<Part>)> {
         let hidden = self.spec.hidden;
-        let top_k = (ids.len() / tokens.max(1)).max(1);
+        let top_k = ids.len() / tokens.max(1);
         let placed = self.placed();
         self.check_whole(&placed)?;
         let mut output = self.zeros(tokens * hidden, output);
@@ -685,7 +721,7 @@ impl LayerExperts {
                 continue;
             }
             let work = self.work(input, &tokens, share, vec![0.0; tokens.len() * self.spec.hidden]);
-            others.push(Part { first: 0, bank: Some(b), pending: self.banks[b].experts.submit(work) });
+            others.push(Part { first: 0, bank: Some(b), pending: self.banks[b].experts.submit(work), _stays: None });
         }
         if let Some((b, share)) = own {
             let start = Instant::now();
@@ -721,7 +757,7 @@ impl LayerExperts {
                 (Some(s), true) => (None, s.backend.stream(&self.spec, &s.source, work)),
                 _ => (Some(b), self.banks[b].experts.submit(work)),
             };
-            Part { first: tokens.start, bank, pending }
+            Part { first: tokens.start, bank, pending, _stays: Some(Stays::new(&self.staying)) }
         })
         .collect()
     }
@@ -810,7 +846,7 @@ mod tests {
             placed: RwLock::new(Placed::new(4, vec![vec![1, 2], vec![0, 3]])),
             observed: Mutex::new(Observed::new(4, banks.len())),
             moving: Mutex::default(),
-            prepared: AtomicUsize::new(0),
+            staying: Arc::default(),
             banks,
             pass_tokens: 8,
             team: Team::builder().threads(1).build().unwrap(),
@@ -823,6 +859,7 @@ mod tests {
             layers: vec![Arc::new(layer)],
             cache: None,
             source: None,
+            movable: false,
             needs: vec![],
             stream_from: Arc::default(),
         };

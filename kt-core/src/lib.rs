@@ -33,6 +33,9 @@ pub mod stats;
 pub mod testing;
 pub mod work;
 
+/// Has the numbers of [`Hidden::Bf16`].
+pub use half;
+
 pub use backend::{Backend, Device, ExpertBank, Fit, LinearOp, LoadContext, Progress};
 pub use batch::Batch;
 pub use error::{Error, Result, Unsupported};

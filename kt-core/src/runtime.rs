@@ -181,7 +181,9 @@ impl RuntimeBuilder {
             if !candidates.iter().any(|c| c.name == *name && is_device(c)) {
                 candidates.retain(|c| c.name == *name || is_device(c));
             }
-            match candidates.iter().find(|c| c.name == *name) {
+            let named = || candidates.iter().filter(|c| c.name == *name);
+            // One that cannot run does not hide another of its name that can.
+            match named().find(|c| c.backend.is_ok()).or_else(|| named().next()) {
                 None => {
                     return Err(Unsupported::new(format!(
                         "there is no backend `{name}` in this build; it has: {}",
@@ -317,9 +319,11 @@ struct Devices {
 /// Scratch of all threads for a pass; see [`Planned::scratch_bytes_per_token`].
 fn scratch_bytes([per_token, per_row, per_few]: [u64; 3], tokens: usize, threads: usize) -> u64 {
     // A tile has up to 256 rows; a thread has a panel of unpacked weights, of about a MiB.
-    per_token * tokens as u64
-        + (per_row * tokens.min(256) as u64 + (1 << 20)) * threads as u64
-        + per_few * tokens.min(WHOLE_TOKENS) as u64
+    let of_threads = (per_row * tokens.min(256) as u64 + (1 << 20)) * threads as u64;
+    per_token
+        .saturating_mul(tokens as u64)
+        .saturating_add(of_threads)
+        .saturating_add(per_few * tokens.min(WHOLE_TOKENS) as u64)
 }
 
 /// The largest number below `most` of which `good` is true, where that is true up to some number and false from there on.
@@ -659,7 +663,8 @@ impl Runtime {
         };
         let devices: Vec<String> = self.candidates.iter().filter_map(known).collect();
         let devices = if devices.is_empty() { "none".into() } else { devices.join(", ") };
-        let why = match self.candidates.iter().find(|c| c.name == name).map(|c| &c.backend) {
+        let named = || self.candidates.iter().filter(|c| c.name == name).map(|c| &c.backend);
+        let why = match named().find(|backend| backend.is_ok()).or_else(|| named().next()) {
             Some(Ok(backend)) => match backend.device() {
                 Some(device) => return Ok((backend.clone(), device)),
                 None => format!("backend `{name}` is no device"),
@@ -685,6 +690,9 @@ impl Runtime {
         let mut capacities = Vec::new();
         for (d, (name, capacity)) in named.iter().enumerate() {
             let (backend, device) = self.device(name)?;
+            if named[..d].iter().any(|(other, _)| other == name) {
+                return Err(Error::Invalid(format!("device `{name}` is named twice: give it one capacity")));
+            }
             if capacity.bytes != u64::MAX && capacity.bytes > device.free_bytes {
                 return Err(Error::Invalid(format!(
                     "{} of experts were asked for on {name} ({}), which has {} free of {}",
@@ -706,7 +714,9 @@ impl Runtime {
                     }
                 }
                 let fit = fit.ok();
-                scratch = fit.as_ref().map_or(scratch, |f| scratch.max(f.scratch_bytes_per_token * tokens as u64));
+                scratch = fit
+                    .as_ref()
+                    .map_or(scratch, |f| scratch.max(f.scratch_bytes_per_token.saturating_mul(tokens as u64)));
                 fits.push(fit);
             }
             let mut streaming = Streaming::default();
@@ -718,8 +728,9 @@ impl Runtime {
                 }
             }
             let widest = specs.iter().map(|layer| layer.hidden as u64).max().unwrap_or(0);
-            all.transfer_bytes += 2 * 4 * widest * tokens as u64; // at most F32, there and back
-            let scratch_bytes = scratch + streaming.device_bytes;
+            // At most F32, there and back.
+            all.transfer_bytes = all.transfer_bytes.saturating_add((2 * 4 * widest).saturating_mul(tokens as u64));
+            let scratch_bytes = scratch.saturating_add(streaming.device_bytes);
             let room = capacity.bytes.min(device.free_bytes.saturating_sub(scratch_bytes));
             capacities.push(Capacity { bytes: room, ..*capacity });
             all.stream_bytes += streaming.host_bytes;
@@ -914,7 +925,7 @@ impl Runtime {
                 placed: RwLock::new(Placed::new(spec.experts, ids)),
                 observed: Mutex::new(Observed::new(spec.experts, banks.len())),
                 moving: Mutex::default(),
-                prepared: AtomicUsize::new(0),
+                staying: Arc::default(),
                 banks,
                 pass_tokens: self.pass_tokens,
                 team: self.team.clone(),
@@ -935,7 +946,8 @@ impl Runtime {
             );
         }
         let layers = layers.into_iter().map(Arc::new).collect();
-        let experts = Experts { layers, cache, source: shared.cloned(), needs: devices.needs, stream_from };
+        let experts =
+            Experts { layers, cache, source: shared.cloned(), movable: wanted.live, needs: devices.needs, stream_from };
         for residence in experts.residence().iter().filter(|r| r.is_astray()) {
             tracing::warn!("{residence}");
         }
@@ -1018,7 +1030,8 @@ impl Linear {
         let (rows, cols) = (self.rows(), self.cols());
         let n = x.len() / cols.max(1);
         if x.len() != n * cols {
-            return Err(Error::Length { what: "x [n, cols]", expected: n * cols, got: x.len() });
+            let expected = crate::batch::nearest_multiple(x.len(), cols);
+            return Err(Error::Length { what: "x [n, cols]", expected, got: x.len() });
         }
         if y.len() != n * rows {
             return Err(Error::Length { what: "y [n, rows]", expected: n * rows, got: y.len() });

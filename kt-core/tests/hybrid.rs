@@ -368,6 +368,24 @@ fn deferred_experts_come_one_layer_later() {
     want.defer(2);
     layer(1).forward(&mut want).unwrap();
     assert_eq!(fresh.output(), want.output());
+    // Nor another model, of another width or of the same.
+    let narrow = SyntheticSource::builder().hidden(64).intermediate(64).experts(EXPERTS).top_k(TOP_K).layers(2);
+    let narrow: Arc<dyn WeightSource> = Arc::new(narrow.format(Format::Bf16).build().unwrap());
+    let others: [Arc<dyn WeightSource>; 2] = [narrow, source.clone()];
+    for other in others {
+        let hidden = other.layers()[0].hidden;
+        let other = runtime(&[]).load(&*other).unwrap();
+        layer(0).forward(&mut fresh).unwrap();
+        assert!(fresh.carries());
+        let input = vec![0.5; one.n * hidden];
+        fresh.set(one.n, input.clone(), one.ids.clone(), one.weights.clone()).unwrap();
+        other.layer(1).unwrap().forward(&mut fresh).unwrap();
+        let mut want = Batch::new(one.n, input, one.ids.clone(), one.weights.clone()).unwrap();
+        want.defer(2);
+        other.layer(1).unwrap().forward(&mut want).unwrap();
+        assert_eq!(fresh.output(), want.output(), "hidden {hidden}");
+        fresh.set(one.n, one.input.clone(), one.ids.clone(), one.weights.clone()).unwrap();
+    }
     // A failure of what was deferred is that of the layer that waits for it.
     let mut batch = tokens.batch();
     batch.defer(TOP_K);
@@ -377,6 +395,56 @@ fn deferred_experts_come_one_layer_later() {
     wait_until("the deferred work has failed", || gpu.busy() == 0);
     let error = layer(1).forward(&mut batch).unwrap_err().to_string();
     assert_eq!(error, "backend gpu0, layer 0: lost the device");
+}
+
+/// What waits was computed with the experts that were chosen, even where these are to move meanwhile.
+#[test]
+fn deferred_experts_stay_where_they_are() {
+    let source = source(2);
+    let gpu = device("gpu0");
+    let run = |moves: bool| {
+        let options = kept(on(&[("gpu0", 2)], Policy::Uniform), true, Stream::Never);
+        let experts = runtime(&[&gpu]).load_shared(&source, options).unwrap();
+        let placed = experts.placement().layers()[0].clone();
+        let (there, here) = (placed.experts(1)[0] as i32, placed.experts(0)[0] as i32);
+        let mut live = experts.live(LiveOptions::default()).unwrap();
+        // Hot, so that it would take the place of the other.
+        let mut many = Batch::new(50, vec![0.1; 50 * HIDDEN], vec![here; 50], vec![1.0; 50]).unwrap();
+        experts.layer(0).unwrap().forward(&mut many).unwrap();
+        let input = Tokens::new(1, 4).input;
+        let mut batch = Batch::new(1, input.clone(), vec![there, here], vec![0.1, 0.9]).unwrap();
+        batch.defer(1);
+        gpu.hold();
+        experts.layer(0).unwrap().forward(&mut batch).unwrap();
+        assert!(batch.carries());
+        if moves {
+            assert_eq!(experts.rebalance(&mut live, Duration::from_secs(1)).unwrap(), []);
+        }
+        gpu.release();
+        batch.set(1, input, vec![-1, -1], vec![0.0; 2]).unwrap();
+        experts.layer(1).unwrap().forward(&mut batch).unwrap();
+        if moves {
+            experts.layer(0).unwrap().forward(&mut many).unwrap();
+            assert!(!experts.rebalance(&mut live, Duration::from_secs(1)).unwrap().is_empty(), "now they may");
+        }
+        batch.output().to_vec()
+    };
+    let still = run(false);
+    assert!(still.iter().any(|&v| v != 0.0));
+    assert_eq!(still, run(true));
+}
+
+#[test]
+fn what_cannot_be_placed_is_refused() {
+    let source = source(1);
+    let gpu = device("gpu0");
+    let twice = runtime(&[&gpu]).plan_with(&*source, &on(&[("gpu0", 2), ("gpu0", 1)], Policy::Uniform));
+    let error = twice.map(drop).unwrap_err().to_string();
+    assert!(error.contains("`gpu0` is named twice"), "{error}");
+    // Kept, and not to be moved.
+    let still = runtime(&[&gpu]).load_shared(&source, on(&[("gpu0", 2)], Policy::Uniform)).unwrap();
+    let error = still.live(LiveOptions::default()).map(drop).unwrap_err().to_string();
+    assert!(error.contains("a placement that is live"), "{error}");
 }
 
 #[test]

@@ -400,6 +400,28 @@ fn what_is_no_plugin_is_refused_with_path_wanted_and_found() {
 
 #[test]
 #[cfg(unix)]
+fn a_pipe_is_refused_and_nobody_waits_for_it() {
+    let dir = std::env::temp_dir().join(format!("kt-plugins-pipe-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).unwrap();
+    let pipe = dir.join("pipe").with_extension(std::env::consts::DLL_EXTENSION);
+    run(Command::new("mkfifo").arg(&pipe));
+    let link = dir.join("link").with_extension(std::env::consts::DLL_EXTENSION);
+    std::os::unix::fs::symlink(&pipe, &link).unwrap();
+    let listed = dir.clone();
+    let (told, answer) = std::sync::mpsc::channel();
+    std::thread::spawn(move || told.send(plugin::list(listed)));
+    let found = answer.recv_timeout(std::time::Duration::from_secs(60)).expect("it waits for the pipe").unwrap();
+    assert_eq!(found.len(), 2);
+    for (found, path) in found.into_iter().zip([link, pipe]) {
+        let refusal = found.unwrap_err();
+        let text = refusal.to_string();
+        assert!(refusal.path == path && text.contains("found: not a plain file"), "{text}");
+    }
+    std::fs::remove_dir_all(&dir).unwrap();
+}
+
+#[test]
+#[cfg(unix)]
 fn a_file_without_permission_is_refused() {
     use std::os::unix::fs::PermissionsExt;
     use std::os::unix::process::CommandExt;
@@ -458,6 +480,10 @@ fn two_of_one_name() {
     let runtime = RuntimeBuilder::new(linked).plugin_dir(&dir).build().unwrap();
     let states: Vec<_> = runtime.candidates().iter().map(|c| (c.name.as_str(), c.backend.is_ok())).collect();
     assert_eq!(states, [("nonsense", true), ("b", false), ("c", false), ("portable", true)]);
+    let plan = RuntimeBuilder::new(linked).plugin_dir(&dir).backend("portable").build().unwrap();
+    assert!(plan.plan(&source(Format::Bf16)).is_ok());
+    // What is refused does not hide a backend of its name.
+    std::fs::write(dir.join("portable.so"), "text").unwrap();
     let plan = RuntimeBuilder::new(linked).plugin_dir(&dir).backend("portable").build().unwrap();
     assert!(plan.plan(&source(Format::Bf16)).is_ok());
 }

@@ -77,7 +77,7 @@ struct Call {
 impl Drop for Prepared {
     fn drop(&mut self) {
         // A call that is under way looks for experts itself, and they do not move while it computes.
-        self.shared.layer.prepared.fetch_sub(1, Ordering::SeqCst);
+        self.shared.layer.staying.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -140,7 +140,7 @@ impl LayerExperts {
         {
             // Whoever moves experts has this lock alone, and sees the count.
             let _still = self.placed();
-            self.prepared.fetch_add(1, Ordering::SeqCst);
+            self.staying.fetch_add(1, Ordering::SeqCst);
         }
         let state = Mutex::new(State { stage: Stage::Idle, call: Some(call), queued: false });
         let layer = self.clone();

@@ -172,13 +172,12 @@ pub fn load(path: impl AsRef<Path>) -> Result<Plugin, Refusal> {
 }
 
 fn judge(path: &Path) -> Result<Plugin, Why> {
-    // The loader's own words about such files are many and poor.
-    if let Err(error) = std::fs::File::open(path).and_then(|file| match file.metadata()?.is_file() {
-        true => Ok(()),
-        false => Err(std::io::Error::other("not a file")),
-    }) {
-        return Err(Why::Unreadable(error));
-    }
+    // The loader's own words about such files are many and poor; and to open a pipe waits for who writes to it.
+    let plain = std::fs::metadata(path).and_then(|m| match m.is_file() {
+        true => std::fs::File::open(path).map(drop),
+        false => Err(std::io::Error::other("not a plain file")),
+    });
+    plain.map_err(Why::Unreadable)?;
     let library = open(path).map_err(|error| {
         // What the system says is the error's source.
         let source = std::error::Error::source(&error).map(|s| s.to_string());
