@@ -6,7 +6,12 @@
  * was made with their help may outlive them. All but kt_pending may be used from any thread, several at a time.
  *
  * Functions that can fail return KT_OK or another code, and then write why into `error`, which may be NULL. What they were to
- * write is then untouched. Nothing is printed, and no signal or environment variable is used.
+ * write is then untouched. Nothing is printed and no signal or environment variable is used, but when a defect makes Rust code
+ * panic: that is caught and told, as KT_PANIC or KT_BACKEND, and before that Rust's own hook writes its message to standard error,
+ * with a backtrace if RUST_BACKTRACE is set.
+ *
+ * Threads that call must have floating-point arithmetic as C begins with: with denormal numbers taken for zeros (as -ffast-math and
+ * some frameworks set it) results are other ones, and depend on how many tokens are computed at a time.
  *
  * Texts are UTF-8 that ends with a zero byte. All arrays are row-major.
  */
@@ -20,7 +25,8 @@
 extern "C" {
 #endif
 
-/* Rises when something here changes its meaning; additions do not count. */
+/* Rises when something here changes its meaning. Additions do not count: new functions, and new fields at the end of kt_options, which
+ * has its size in it. A program runs with libraries of its version that are no older than its header. */
 #define KT_C_VERSION 1
 
 enum {
@@ -49,7 +55,9 @@ typedef struct kt_pending kt_pending; /* work under way */
 /* KT_C_VERSION of the library that is linked. */
 uint32_t kt_c_version(void);
 
-/* What a runtime may use. Fill with zeros, and set `size` to sizeof(kt_options); zeros and NULL stand for the default. */
+/* What a runtime may use. Fill with zeros, and set `size` to sizeof(kt_options); zeros and NULL stand for the default. A smaller size is
+ * that of an older header: nothing is read beyond it. One larger than the library's own is refused, KT_INVALID: it may ask for what
+ * the library does not know. */
 typedef struct kt_options {
     size_t size;
     size_t threads;         /* the caller's counted; default: the physical cores that this process may use */

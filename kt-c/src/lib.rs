@@ -7,6 +7,7 @@
 #![allow(clippy::missing_safety_doc, missing_docs)]
 
 use std::ffi::{CStr, c_char};
+use std::mem::{MaybeUninit, offset_of};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -82,6 +83,9 @@ pub struct kt_batch {
     pub experts: *const i32,
     pub weights: *const f32,
 }
+
+/// Bytes of the first `kt_options` of this version: what was appended since begins here.
+const FIRST_OPTIONS: usize = offset_of!(kt_options, in_place);
 
 fn code(error: &Error) -> i32 {
     match error {
@@ -177,6 +181,31 @@ unsafe fn text<'a>(pointer: *const c_char, what: &str) -> Result<Option<&'a str>
     text.map(Some).map_err(|_| Error::Invalid(format!("{what} is not UTF-8")))
 }
 
+/// The caller's options, with zeros for those that its header did not know yet.
+///
+/// # Safety
+/// - `options` is null, or to a `size` and that many bytes in all, where they are no more than a `kt_options`.
+unsafe fn options_of(options: *const kt_options) -> Result<Option<kt_options>> {
+    if options.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: promised by the caller; a reference would be to more than may be there.
+    let size = unsafe { (&raw const (*options).size).read() };
+    let known = size_of::<kt_options>();
+    if !(FIRST_OPTIONS..=known).contains(&size) {
+        return Err(Error::Invalid(format!(
+            "options.size is {size}, this library knows {FIRST_OPTIONS} to {known}: set it to sizeof(kt_options), and link a library \
+             that is no older than kt.h"
+        )));
+    }
+    let mut copy = MaybeUninit::<kt_options>::zeroed();
+    // SAFETY: the caller has promised `size` bytes, and the copy has room for them; numbers and pointers may have any bits.
+    Ok(Some(unsafe {
+        copy.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(options.cast(), size);
+        copy.assume_init()
+    }))
+}
+
 /// Gives a value away as a handle.
 ///
 /// # Safety
@@ -218,13 +247,7 @@ pub unsafe extern "C" fn kt_runtime_new(
         answer(error, || {
             there(runtime, "runtime")?;
             let mut builder = kt::runtime();
-            if let Some(options) = options.as_ref() {
-                // Options that a later header appends lie beyond this size: they are not known here.
-                let wanted = size_of::<kt_options>();
-                if options.size != wanted {
-                    let found = options.size;
-                    return Err(Error::Invalid(format!("options.size is {found}, this library knows {wanted}")));
-                }
+            if let Some(options) = options_of(options)? {
                 if options.threads > 0 {
                     builder = builder.threads(options.threads);
                 }
@@ -509,4 +532,41 @@ pub unsafe extern "C" fn kt_wait(pending: *mut kt_pending, output: *mut f32, len
 pub unsafe extern "C" fn kt_pending_free(pending: *mut kt_pending) {
     // SAFETY: see above.
     unsafe { end(pending) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_of_older_headers_are_taken_and_no_more_of_them_is_read() {
+        let read = |words: &[usize]| {
+            assert!(words[0] > size_of::<kt_options>() || words[0] <= size_of_val(words));
+            // SAFETY: as was just seen.
+            unsafe { options_of(words.as_ptr().cast()) }
+        };
+        let words = |bytes: usize| {
+            let mut words = vec![0; bytes / size_of::<usize>()];
+            (words[0], words[1]) = (bytes, 5);
+            words
+        };
+        // SAFETY: null.
+        assert!(unsafe { options_of(std::ptr::null()) }.unwrap().is_none());
+        let old = read(&words(FIRST_OPTIONS)).unwrap().unwrap();
+        assert!((old.size, old.threads, old.in_place) == (FIRST_OPTIONS, 5, 0) && old.plugin_dir.is_null());
+        // Room for all, of which a part is said to be there.
+        let mut all = words(size_of::<kt_options>());
+        *all.last_mut().unwrap() = usize::MAX;
+        assert_eq!(read(&all).unwrap().unwrap().in_place, -1);
+        all[0] = FIRST_OPTIONS;
+        assert_eq!(read(&all).unwrap().unwrap().in_place, 0);
+        for size in [0, FIRST_OPTIONS - 1, size_of::<kt_options>() + 1, usize::MAX] {
+            all[0] = size;
+            let error = read(&all).err().unwrap().to_string();
+            assert!(
+                error.contains(&format!("options.size is {size}")) && error.contains("sizeof(kt_options)"),
+                "{error}"
+            );
+        }
+    }
 }

@@ -26,6 +26,7 @@ int main(int argc, char **argv) {
     char text[8];
     size_t i, needed;
     float *numbers;
+    char *old;
 
     if (argc != 2 || kt_c_version() != KT_C_VERSION) {
         return 2;
@@ -42,7 +43,24 @@ int main(int argc, char **argv) {
         return 3;
     }
 
-    says(kt_runtime_new(&options, &runtime, &error), KT_INVALID, "options.size");
+    says(kt_runtime_new(&options, &runtime, &error), KT_INVALID, "options.size is 0");
+    options.size = sizeof options + 1;
+    says(kt_runtime_new(&options, &runtime, &error), KT_INVALID, "no older than kt.h");
+    /* As a program has them that was compiled before in_place: no byte more. */
+    old = calloc(1, offsetof(kt_options, in_place));
+    if (old == NULL) {
+        return 13;
+    }
+    *(size_t *)(old + offsetof(kt_options, size)) = offsetof(kt_options, in_place) - 1;
+    says(kt_runtime_new((kt_options *)old, &runtime, &error), KT_INVALID, "options.size");
+    *(size_t *)(old + offsetof(kt_options, size)) = offsetof(kt_options, in_place);
+    *(size_t *)(old + offsetof(kt_options, threads)) = 1;
+    if (kt_runtime_new((kt_options *)old, &runtime, &error) != KT_OK) {
+        fprintf(stderr, "%s\n", error.text);
+        return 13;
+    }
+    kt_runtime_free(runtime);
+    free(old);
     options.size = sizeof options;
     options.backend = "abacus";
     says(kt_runtime_new(&options, &runtime, &error), KT_UNSUPPORTED, "abacus");

@@ -1,6 +1,6 @@
 //! What can go wrong, said so that the reader knows what, where, and what to do.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::plan::Plan;
 
@@ -20,7 +20,7 @@ pub enum Error {
         source: std::io::Error,
     },
     /// A checkpoint's content is wrong: truncated, inconsistent, incomplete or of an unknown kind.
-    #[error("{}: {}{what}", file.display(), tensor.as_ref().map(|t| format!("tensor `{t}`: ")).unwrap_or_default())]
+    #[error("{}: {}{what}", file.display(), tensor.as_ref().map(|t| format!("{} `{t}`: ", noun(file))).unwrap_or_default())]
     Checkpoint {
         /// The file (or the directory, where no single file is to blame).
         file: PathBuf,
@@ -103,6 +103,15 @@ impl Error {
     }
 }
 
+/// What the names in a file are names of. Those in the index of a directory of safetensors are tensors'.
+fn noun(file: &Path) -> &'static str {
+    let name = file.to_string_lossy();
+    match name.ends_with(".json") && !name.ends_with(".safetensors.index.json") {
+        true => "key",
+        false => "tensor",
+    }
+}
+
 /// Why a backend or kernel declines a piece of work. The text ends up in `explain`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
@@ -112,5 +121,19 @@ impl Unsupported {
     /// Declines for the given reason.
     pub fn new(reason: impl Into<String>) -> Self {
         Unsupported(reason.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_of_a_config_are_no_tensors() {
+        let says = |file: &str| Error::tensor(file, "name", "missing").to_string();
+        assert_eq!(says("m/config.json"), "m/config.json: key `name`: missing");
+        for file in ["m/model.safetensors.index.json", "m/model.safetensors", "m.gguf", "m"] {
+            assert_eq!(says(file), format!("{file}: tensor `name`: missing"));
+        }
     }
 }

@@ -211,7 +211,7 @@ impl Recorder {
     }
 
     /// Adds a batch of layer `layer`: `input: [tokens, hidden]`, row-major, and the experts of each token, `ids: [tokens, top_k]`;
-    /// negative ids are no experts.
+    /// negative ids are no experts, and without any nothing is added.
     ///
     /// # Errors
     /// A layer or an expert that the checkpoint does not have, lengths that do not fit, or weights that cannot be read.
@@ -223,6 +223,9 @@ impl Recorder {
             let what =
                 format!("{} inputs and {} experts are no batch of hidden size {}", input.len(), ids.len(), spec.hidden);
             return Err(Error::Invalid(format!("layer {layer}: {what}")));
+        }
+        if ids.is_empty() {
+            return Ok(());
         }
         let mut sent: BTreeMap<usize, Vec<&[f32]>> = BTreeMap::new();
         for (row, ids) in input.chunks_exact(spec.hidden).zip(ids.chunks_exact(ids.len() / tokens)) {
@@ -295,5 +298,29 @@ impl Recorder {
         let about = HashMap::from([(MARK.0.to_owned(), MARK.1.to_owned())]);
         let bytes = safetensors::serialize(views, Some(about)).map_err(invalid)?;
         write_whole(path, &bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source::synthetic::SyntheticSource;
+
+    #[test]
+    fn batches_without_experts_add_nothing_and_others_must_fit() {
+        let source = SyntheticSource::builder().hidden(64).intermediate(32).experts(4).top_k(2).build().unwrap();
+        let recorder = Recorder::new(Arc::new(source));
+        let two = [0.5; 128];
+        recorder.record(0, &two, &[]).unwrap();
+        recorder.record(0, &two, &[-1, -1]).unwrap();
+        let error = recorder.save(Path::new("never written")).unwrap_err().to_string();
+        assert!(error.contains("no expert was used"), "{error}");
+        for (input, ids) in [(&two[..], &[0, 1, 2][..]), (&two[..100], &[]), (&[], &[])] {
+            let error = recorder.record(0, input, ids).unwrap_err().to_string();
+            assert!(error.contains("layer 0") && error.contains("no batch of hidden size 64"), "{error}");
+        }
+        assert!(recorder.record(7, &two, &[]).is_err());
+        recorder.record(0, &two, &[3, -1]).unwrap();
+        assert_eq!(recorder.sums.lock().unwrap()[&(0, 3)].tokens, 1);
     }
 }

@@ -53,12 +53,40 @@ impl<T: Send + 'static> Pending<T> {
 pub(crate) fn contain<T>(backend: &str, layer: usize, f: impl FnOnce() -> T) -> Result<T> {
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).map_err(|payload| {
         let what = format!("panicked: {}", panic_text(&*payload));
+        // What a panic carries may panic when it is dropped.
+        std::mem::forget(payload);
         Error::Backend { backend: backend.into(), layer, what }
     })
+}
+
+/// Keeps the payload of the first panic. What another one carries may panic when it is dropped, and this thread must go on.
+pub(crate) fn keep_first(first: &mut Option<Box<dyn std::any::Any + Send>>, payload: Box<dyn std::any::Any + Send>) {
+    match first {
+        None => *first = Some(payload),
+        Some(_) => std::mem::forget(payload),
+    }
 }
 
 /// What a panic said.
 pub(crate) fn panic_text(payload: &(dyn std::any::Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().map(|s| s.to_string());
     text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "unknown panic".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_is_an_error_whatever_it_carries() {
+        struct Bomb;
+        impl Drop for Bomb {
+            fn drop(&mut self) {
+                panic!("dropped");
+            }
+        }
+        let said = |f: fn()| contain("abacus", 3, f).unwrap_err().to_string();
+        assert!(said(|| std::panic::panic_any(Bomb)).contains("unknown panic"));
+        assert!(said(|| panic!("on purpose")).contains("panicked: on purpose"));
+    }
 }

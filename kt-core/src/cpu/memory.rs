@@ -235,10 +235,10 @@ impl<'a, T> Pieces<'a, T> {
 
     /// As [`Pieces::new`], in memory that [`Pieces::marks`] gives back.
     pub(crate) fn within(mut marks: Marks, data: &'a mut [T], lengths: impl IntoIterator<Item = usize>) -> Self {
-        let mut end = 0;
+        let mut end = 0usize;
         marks.ends.clear();
         marks.ends.extend(lengths.into_iter().map(|n| {
-            end += n;
+            end = end.checked_add(n).expect("pieces do not cover the buffer");
             end
         }));
         assert_eq!(end, data.len(), "pieces do not cover the buffer");
@@ -319,7 +319,8 @@ impl<'a> Grid<'a> {
     ) -> Self {
         let cols = ends.last().copied().unwrap_or(0);
         let rising = ends.first().is_none_or(|&e| e > 0) && ends.windows(2).all(|w| w[0] < w[1]);
-        assert!(data.len() == rows * cols && tile_rows > 0 && rising);
+        assert!(rows.checked_mul(cols) == Some(data.len()), "tiles do not cover the matrix");
+        assert!(tile_rows > 0 && rising, "a tile has no rows or no columns");
         marks.start(rows.div_ceil(tile_rows) * ends.len());
         Grid { data: data.as_mut_ptr(), rows, tile_rows, ends, marks, _borrow: PhantomData }
     }
@@ -334,10 +335,10 @@ impl<'a> Grid<'a> {
     /// # Panics
     /// When it was taken before, or does not exist.
     pub fn take(&self, row: usize, col: usize) -> GridTile<'_> {
-        assert!(
-            !self.marks.taken[row * self.ends.len() + col].swap(true, Ordering::Relaxed),
-            "tile {row}, {col} taken twice"
-        );
+        let tile = row.checked_mul(self.ends.len()).filter(|_| col < self.ends.len()).and_then(|t| t.checked_add(col));
+        let taken =
+            tile.and_then(|t| self.marks.taken.get(t)).unwrap_or_else(|| panic!("there is no tile {row}, {col}"));
+        assert!(!taken.swap(true, Ordering::Relaxed), "tile {row}, {col} taken twice");
         let r = row * self.tile_rows;
         let c = if col == 0 { 0 } else { self.ends[col - 1] };
         GridTile {
@@ -397,6 +398,38 @@ mod tests {
             }
         }
         assert!(data.iter().all(|&v| v == 1.0));
+    }
+
+    /// What a panic says.
+    fn refused<T>(f: impl FnOnce() -> T) -> String {
+        let payload = std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).err().expect("it was not refused");
+        crate::pending::panic_text(&*payload)
+    }
+
+    #[test]
+    fn sizes_that_wrap_cover_nothing() {
+        let uncovered = "do not cover";
+        let mut byte = [0u8; 1];
+        for lengths in [[usize::MAX, 2], [2, usize::MAX], [usize::MAX, 1], [0, 2]] {
+            let said = refused(|| Pieces::new(&mut byte, lengths).take(0).len());
+            assert!(said.contains(uncovered), "{lengths:?}: {said}");
+        }
+        let mut floats = [0f32; 12];
+        for (len, rows, end) in [(0, 1 << 63, 2), (12, (1 << 62) + 3, 4), (12, 4, 4)] {
+            let said = refused(|| Grid::new(&mut floats[..len], rows, rows, &[end]).take(0, 0).rows);
+            assert!(said.contains(uncovered), "{rows} x {end}: {said}");
+        }
+        assert!(refused(|| Grid::new(&mut floats, 4, 0, &[3]).rows).contains("no rows"));
+        assert!(refused(|| Grid::new(&mut floats, 4, 1, &[2, 2, 3]).rows).contains("no columns"));
+        // Tiles that there are not, the first with the number of one that there is when it wraps.
+        let grid = Grid::new(&mut floats, 4, 2, &[1, 2, 3]);
+        let third = usize::MAX / 3 * 2 + 1; // times three is one
+        assert_eq!(third.wrapping_mul(3), 1);
+        for (row, col) in [(third, 0), (0, 3), (2, 0), (usize::MAX, 2)] {
+            let said = refused(|| grid.take(row, col).rows);
+            assert!(said.contains("no tile"), "{row}, {col}: {said}");
+        }
+        assert_eq!((grid.take(0, 1).rows, grid.take(1, 0).rows), (0..2, 2..4));
     }
 
     #[test]

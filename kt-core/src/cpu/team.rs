@@ -21,8 +21,9 @@
 #![allow(unsafe_code)] // lends closures to threads
 
 use std::any::Any;
-use std::cell::UnsafeCell;
+use std::cell::{Cell, UnsafeCell};
 use std::collections::VecDeque;
+use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -34,7 +35,7 @@ use super::kernel::Scratch;
 use super::memory::AlignedBytes;
 use super::topology::{Share, Topology, cpu_ranges, current_cpu};
 use crate::error::{Error, Result};
-use crate::pending::{Pending, contain};
+use crate::pending::{Pending, contain, keep_first};
 use crate::plugin::guest::{HostRegion, HostTeam};
 use crate::work::Spent;
 
@@ -58,7 +59,8 @@ pub trait Pool: Send + Sync + 'static {
     fn threads(&self) -> usize;
 
     /// Asks up to [`threads`](Pool::threads) threads to call `help` once, as soon as they can, and returns at once. A call returns when the
-    /// work is done, and at once when it was done before.
+    /// work is done; at once when it was done before, when as many help as the team has threads, and on a thread that already works for a
+    /// team: one that waits inside a task may take up whatever is queued, as rayon's do.
     fn start(&self, help: Arc<dyn Fn() + Send + Sync>);
 }
 
@@ -69,6 +71,16 @@ impl Pool for rayon::ThreadPool {
 
     fn start(&self, help: Arc<dyn Fn() + Send + Sync>) {
         self.spawn_broadcast(move |_| help());
+    }
+}
+
+impl<P: Pool + ?Sized> Pool for Arc<P> {
+    fn threads(&self) -> usize {
+        (**self).threads()
+    }
+
+    fn start(&self, help: Arc<dyn Fn() + Send + Sync>) {
+        (**self).start(help);
     }
 }
 
@@ -163,7 +175,7 @@ impl Shared {
             for (lane, &tasks) in self.lanes.iter().zip(tasks) {
                 lane.next.store(tasks, Ordering::Relaxed);
             }
-            self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
+            keep_first(&mut self.panic.lock().unwrap_or_else(PoisonError::into_inner), payload);
         }
     }
 
@@ -246,23 +258,47 @@ fn worker(shared: &Shared, parked: &AtomicBool, home: usize) {
     }
 }
 
-/// What a thread of a pool does for a region: its jobs, until it is over.
+thread_local! {
+    /// Regions that this thread holds or helps.
+    static ENGAGED: Cell<usize> = const { Cell::new(0) };
+}
+
+/// While it lives, its thread helps no other region. Inside a task it may wait for a pool that hands it a call for help, even its own region's:
+/// it would help until that region is over, which waits for the task. Ends on the thread that it began on.
+struct Engaged(PhantomData<*const ()>);
+
+impl Engaged {
+    fn new() -> Self {
+        ENGAGED.set(ENGAGED.get() + 1);
+        Engaged(PhantomData)
+    }
+}
+
+impl Drop for Engaged {
+    fn drop(&mut self) {
+        ENGAGED.set(ENGAGED.get() - 1);
+    }
+}
+
+/// What a thread of a pool does for a region: its jobs, until it is over. As many may help as there are scratches.
 fn help(shared: &Shared, region: u64, spare: &Mutex<Vec<Scratch>>) {
-    let take = || spare.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
-    let mut scratch = None;
-    let mut last = 0;
     // A region that is over began another's epochs: nothing of it is touched before this is checked, and `join` checks for itself.
-    while shared.region.load(Ordering::SeqCst) == region {
+    let goes_on = || shared.region.load(Ordering::SeqCst) == region;
+    if ENGAGED.get() > 0 || !goes_on() {
+        return;
+    }
+    let Some(mut scratch) = spare.lock().unwrap_or_else(PoisonError::into_inner).pop() else { return };
+    let _engaged = Engaged::new();
+    let mut last = 0;
+    while goes_on() {
         let state = shared.state.load(Ordering::Acquire);
         if state & 1 == 1 && state != last {
-            shared.join(state, 0, scratch.get_or_insert_with(take));
+            shared.join(state, 0, &mut scratch);
             last = state;
         }
         std::hint::spin_loop();
     }
-    if let Some(scratch) = scratch {
-        spare.lock().unwrap_or_else(PoisonError::into_inner).push(scratch);
-    }
+    spare.lock().unwrap_or_else(PoisonError::into_inner).push(scratch);
 }
 
 /// Buffers that one region at a time uses: the packed inputs of a layer call, and down products.
@@ -283,6 +319,7 @@ struct CallerState {
 /// A pool's threads, as a team keeps them.
 struct Lent {
     pool: Box<dyn Pool>,
+    /// One for each thread that may help, while it does not.
     spare: Arc<Mutex<Vec<Scratch>>>,
 }
 
@@ -398,7 +435,7 @@ pub struct TeamBuilder {
 
 impl TeamBuilder {
     /// Threads, the caller's counted. Default: one per physical core that this process may use. At most one per CPU, and no more than a CPU
-    /// quota pays for.
+    /// quota pays for; of a [pool](TeamBuilder::pool), no more than it has.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self
@@ -429,7 +466,8 @@ impl TeamBuilder {
         self
     }
 
-    /// Threads that the application lends, in place of the team's own. They are not bound, and all weights are in one place.
+    /// Threads that the application lends, in place of the team's own: of a larger pool any, but never more at a time than
+    /// [`TeamBuilder::threads`] allows. They are not bound, and all weights are in one place.
     pub fn pool(mut self, pool: impl Pool) -> Self {
         self.pool = Some(Box::new(pool));
         self
@@ -460,10 +498,8 @@ impl TeamBuilder {
         if asked > most {
             notes.push(format!("{asked} threads were asked for; this process may use {most} CPUs"));
         }
-        let threads = match &self.pool {
-            Some(pool) => asked.min(pool.threads() + 1),
-            None => asked.min(most),
-        };
+        let lent = self.pool.as_ref().map_or(usize::MAX, |pool| pool.threads().saturating_add(1));
+        let threads = asked.min(most).min(lent);
         let shares = match self.pool {
             // Nobody can say where the threads of a pool run.
             Some(_) => vec![Share { node: 0, threads, cpus: topology.allowed().to_vec() }],
@@ -473,7 +509,10 @@ impl TeamBuilder {
         let mut team = Team {
             shared,
             workers: Vec::new(),
-            lent: self.pool.map(|pool| Lent { pool, spare: Arc::default() }),
+            lent: self.pool.map(|pool| {
+                let spare = (1..threads).map(|_| Scratch::default()).collect();
+                Lent { pool, spare: Arc::new(Mutex::new(spare)) }
+            }),
             host: None,
             topology,
             shares,
@@ -593,6 +632,7 @@ impl Team {
     /// Enters a parallel region: the team works for this caller until the region is dropped. Other callers wait.
     pub fn region(&self) -> Region<'_> {
         let mut spent = Spent::default();
+        let engaged = Engaged::new();
         let state = self.caller.try_lock().unwrap_or_else(|error| match error {
             TryLockError::Poisoned(poisoned) => poisoned.into_inner(),
             TryLockError::WouldBlock => {
@@ -614,7 +654,7 @@ impl Team {
             lent.pool.start(Arc::new(move || help(&shared, region, &spare)));
         }
         let host = self.host.as_ref().and_then(HostTeam::region);
-        Region { team: self, state, home, spent, host }
+        Region { team: self, state, home, spent, host, _engaged: engaged }
     }
 
     /// Starts `f` on a thread of its own and returns at once; whoever waits before it has started runs it instead.
@@ -729,6 +769,7 @@ pub struct Region<'a> {
     spent: Spent,
     /// In a plugin: the host's region.
     host: Option<HostRegion<'a>>,
+    _engaged: Engaged,
 }
 
 impl Drop for Region<'_> {
@@ -910,16 +951,7 @@ mod tests {
     #[test]
     fn a_pool_of_the_application_works_from_outside_and_inside() {
         let pool = Arc::new(rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap());
-        struct Lent(Arc<rayon::ThreadPool>);
-        impl Pool for Lent {
-            fn threads(&self) -> usize {
-                self.0.threads()
-            }
-            fn start(&self, help: Arc<dyn Fn() + Send + Sync>) {
-                self.0.start(help);
-            }
-        }
-        let team = Team::builder().threads(4).oversubscribed().pool(Lent(pool.clone())).build().unwrap();
+        let team = Team::builder().threads(4).oversubscribed().pool(pool.clone()).build().unwrap();
         assert_eq!((team.threads(), team.is_lent()), (4, true));
         let round = |team: &Team| {
             let names = Mutex::new(std::collections::HashSet::new());
@@ -953,6 +985,148 @@ mod tests {
         let result = catch_unwind(AssertUnwindSafe(|| team.region().run(10, |t, _| assert!(t != 3, "task three"))));
         assert!(result.is_err());
         assert!(round(&team) >= 1);
+    }
+
+    /// What `f` returns; fails where it would wait for good.
+    fn in_time<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
+        let (told, answer) = std::sync::mpsc::channel();
+        thread::spawn(move || told.send(f()));
+        answer.recv_timeout(Duration::from_secs(60)).expect("it panicked, or hangs")
+    }
+
+    /// Whether `is` becomes true in time.
+    fn comes(is: impl Fn() -> bool) -> bool {
+        let start = Instant::now();
+        while !is() && start.elapsed() < Duration::from_secs(20) {
+            thread::sleep(Duration::from_micros(100));
+        }
+        is()
+    }
+
+    fn pool(threads: usize) -> Arc<rayon::ThreadPool> {
+        Arc::new(rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap())
+    }
+
+    #[test]
+    fn of_a_larger_pool_no_more_help_than_there_are_threads() {
+        let team = Team::builder().threads(3).oversubscribed().pool(pool(8)).build().unwrap();
+        assert_eq!(team.threads(), 3);
+        let mut most = 0;
+        for _ in 0..50 {
+            let ids = Mutex::new(std::collections::HashSet::new());
+            team.region().run(64, |_, _| {
+                ids.lock().unwrap().insert(thread::current().id());
+                thread::sleep(Duration::from_micros(200));
+            });
+            most = most.max(ids.into_inner().unwrap().len());
+        }
+        assert!((2..=3).contains(&most), "{most} threads computed");
+        // All scratches come back, and there are no others.
+        let spare = &team.lent.as_ref().unwrap().spare;
+        assert!(comes(|| spare.lock().unwrap().len() == 2));
+    }
+
+    #[test]
+    fn a_pool_is_held_to_what_the_process_may_use() {
+        let builder = || Team::builder().topology(Topology::fake(&[2])).pool(pool(8));
+        let team = builder().threads(9).build().unwrap();
+        assert_eq!((team.threads(), team.topology().most_threads()), (2, 2));
+        assert!(team.notes().iter().any(|n| n.contains("9 threads were asked for")), "{:?}", team.notes());
+        assert_eq!(builder().build().unwrap().threads(), team.topology().default_threads());
+        assert_eq!(builder().threads(99).oversubscribed().build().unwrap().threads(), 9);
+    }
+
+    #[test]
+    fn a_caller_that_is_handed_its_own_call_for_help_returns() {
+        let done = in_time(|| {
+            let pool = pool(1);
+            let team = Team::builder().threads(2).oversubscribed().pool(pool.clone()).build().unwrap();
+            let done = AtomicUsize::new(0);
+            pool.install(|| {
+                team.region().run(4, |_, _| {
+                    // As whoever waits for rayon inside a task: the only thing queued is this region's call.
+                    while let Some(rayon::Yield::Executed) = rayon::yield_now() {}
+                    done.fetch_add(1, Ordering::SeqCst);
+                });
+            });
+            done.into_inner()
+        });
+        assert_eq!(done, 4);
+    }
+
+    #[test]
+    fn a_helper_that_is_handed_another_region_returns() {
+        let done = in_time(|| {
+            let pool = pool(1);
+            let build = || Team::builder().threads(2).oversubscribed().pool(pool.clone()).build().unwrap();
+            let (one, other) = (build(), build());
+            let caller = thread::current().id();
+            let [came, begun, back] = [(); 3].map(|()| AtomicBool::new(false));
+            let done = AtomicUsize::new(0);
+            one.region().run(2, |_, _| {
+                if thread::current().id() == caller {
+                    assert!(comes(|| came.load(Ordering::SeqCst)), "nobody helps");
+                    let _region = other.region();
+                    begun.store(true, Ordering::SeqCst);
+                    assert!(comes(|| back.load(Ordering::SeqCst)), "the helper helps elsewhere");
+                } else {
+                    came.store(true, Ordering::SeqCst);
+                    assert!(comes(|| begun.load(Ordering::SeqCst)));
+                    while let Some(rayon::Yield::Executed) = rayon::yield_now() {}
+                    back.store(true, Ordering::SeqCst);
+                }
+                done.fetch_add(1, Ordering::SeqCst);
+            });
+            done.into_inner()
+        });
+        assert_eq!(done, 2);
+    }
+
+    /// What panics once more when it is dropped.
+    struct Bomb;
+
+    impl Drop for Bomb {
+        fn drop(&mut self) {
+            panic!("dropped");
+        }
+    }
+
+    #[test]
+    fn panics_whose_payloads_panic_end_no_thread() {
+        in_time(|| {
+            let team = Team::oversubscribed(3).unwrap();
+            for _ in 0..3 {
+                let arrived = AtomicUsize::new(0);
+                let result = catch_unwind(AssertUnwindSafe(|| {
+                    team.region().run(3, |_, _| {
+                        arrived.fetch_add(1, Ordering::SeqCst);
+                        assert!(comes(|| arrived.load(Ordering::SeqCst) == 3), "not all came");
+                        std::panic::panic_any(Bomb);
+                    });
+                }));
+                let payload = result.unwrap_err();
+                assert!(payload.is::<Bomb>());
+                std::mem::forget(payload);
+            }
+        });
+    }
+
+    #[test]
+    fn spawned_work_that_panics_so_is_waited_for_and_others_are_done() {
+        in_time(|| {
+            let team = Team::oversubscribed(1).unwrap();
+            for _ in 0..3 {
+                let begun = Arc::new(AtomicBool::new(false));
+                let flag = begun.clone();
+                let pending = team.spawn("test", 5, move || -> Result<()> {
+                    flag.store(true, Ordering::SeqCst);
+                    std::panic::panic_any(Bomb)
+                });
+                // By the dispatcher, not by whoever waits.
+                assert!(comes(|| begun.load(Ordering::SeqCst)));
+                assert!(matches!(pending.wait(), Err(Error::Backend { layer: 5, .. })));
+            }
+        });
     }
 
     #[test]

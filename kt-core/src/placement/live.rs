@@ -7,7 +7,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::{LayerPlacement, Need, Placement};
-use crate::heat::HeatMap;
+use crate::heat::{HeatMap, LayerHeat};
 use crate::plan::human_bytes;
 
 /// How live placement goes about it.
@@ -148,13 +148,17 @@ impl Live {
         }
     }
 
-    /// Takes in what is new in a heat map since it was last shown one. One that was started anew is all new.
+    /// Takes in what is new in a heat map since it was last shown one. A layer of which the tokens or any expert's count fell was started
+    /// anew, and all of it is new. One that was started anew and has come to as much again everywhere cannot be told from one that went on:
+    /// only what is beyond what was seen is then new.
     pub fn follow(&mut self, heat: &HeatMap) {
         let seen = std::mem::replace(&mut self.seen, heat.clone());
         for l in heat.layers() {
-            let before = seen.layers().iter().find(|s| s.layer == l.layer && s.tokens <= l.tokens);
+            let went_on =
+                |s: &LayerHeat| s.tokens <= l.tokens && s.counts.iter().zip(&l.counts).all(|(was, n)| was <= n);
+            let before = seen.layers().iter().find(|s| s.layer == l.layer).filter(|s| went_on(s));
             let was = |e: usize| before.and_then(|b| b.counts.get(e)).copied().unwrap_or(0);
-            let counts: Vec<u64> = l.counts.iter().enumerate().map(|(e, n)| n.saturating_sub(was(e))).collect();
+            let counts: Vec<u64> = l.counts.iter().enumerate().map(|(e, n)| n - was(e)).collect();
             self.observe(l.layer, l.tokens - before.map_or(0, |b| b.tokens), &counts);
         }
     }
@@ -326,6 +330,25 @@ mod tests {
         live.observe(2, 100, &once(&[7; 50]));
         assert_eq!(live.swaps(Duration::from_secs(9)), []);
         assert!(report.to_string().contains("ended: of the last"));
+    }
+
+    #[test]
+    fn a_layer_that_was_started_anew_is_all_new() {
+        let map = |tokens, counts: [u64; 8]| {
+            HeatMap::new(vec![LayerHeat { layer: 2, tokens, counts: counts.into() }]).unwrap()
+        };
+        let mut live = live(LiveOptions::default());
+        let mut rows = |tokens, counts| {
+            let before = (live.report().rows, live.tokens);
+            live.follow(&map(tokens, counts));
+            (live.report().rows - before.0, live.tokens - before.1)
+        };
+        assert_eq!(rows(10, [10, 8, 2, 0, 0, 0, 0, 0]), (20, 10));
+        assert_eq!(rows(11, [11, 8, 2, 0, 1, 0, 0, 0]), (2, 1)); // it went on
+        assert_eq!(rows(12, [12, 3, 9, 0, 0, 0, 0, 0]), (24, 12)); // more tokens, but one expert's count fell
+        assert_eq!(rows(3, [12, 3, 9, 0, 0, 0, 0, 0]), (24, 3)); // fewer tokens
+        assert_eq!(rows(3, [12, 3, 9, 0, 0, 0, 0, 0]), (0, 0)); // nothing new
+        assert_eq!(rows(13, [13, 4, 9, 0, 0, 0, 0, 0]), (2, 10)); // nothing fell: if it was started anew, nobody can tell
     }
 
     #[test]

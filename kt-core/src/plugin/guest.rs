@@ -26,7 +26,7 @@ use crate::cpu::topology::{Share, Topology};
 use crate::error::{Error, Result, Unsupported};
 use crate::format::{Global, Matrix, Parts, Scales, ZeroPoints};
 use crate::layer::{LayerSpec, Proj};
-use crate::pending::Pending;
+use crate::pending::{Pending, keep_first};
 use crate::routing::Routing;
 use crate::source::{Metadata, WeightSource};
 use crate::work::{ExpertRows, Hidden, Row, Work};
@@ -252,7 +252,7 @@ impl HostRegion<'_> {
             match catch_unwind(AssertUnwindSafe(|| with_scratch(|scratch| (call.body)(lane, task, scratch)))) {
                 Ok(()) => 0,
                 Err(payload) => {
-                    call.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
+                    keep_first(&mut call.panic.lock().unwrap_or_else(PoisonError::into_inner), payload);
                     1
                 }
             }
