@@ -36,8 +36,12 @@ use crate::system::System;
 const ROTATE_GIB: f64 = 1.5;
 /// Of the available memory, what the benchmark takes unless told otherwise.
 const MEMORY_SHARE: f64 = 0.6;
+/// Of each column of a token: a bf16 input twice, an f32 output. Of each of its experts: the id and the weight.
+const TOKEN_BYTES: u64 = 8;
 
 /// Measure layers of experts against the limits of this machine.
+///
+/// Without --isa, the environment variable KT_ISA names the highest instruction set to use, where it is set.
 #[derive(Debug, clap::Args)]
 pub struct BenchArgs {
     /// Shapes, separated by commas: qwen3-30b-a3b, deepseek-v3 (32 of its experts), gpt-oss, mixtral, `all` of these; or
@@ -75,13 +79,25 @@ pub struct BenchArgs {
 /// Runs the command.
 pub fn run(mut args: BenchArgs) -> anyhow::Result<()> {
     if args.runtime.isa.is_none()
-        && let Some(tier) = std::env::var_os("KT_ISA")
+        && let Some(tier) = std::env::var_os("KT_ISA").filter(|tier| !tier.is_empty())
     {
         let tier = tier.to_string_lossy();
         args.runtime.isa = Some(tier.parse().with_context(|| format!("the environment variable KT_ISA is `{tier}`"))?);
     }
     if args.tokens.contains(&0) {
         bail!("--tokens must be at least 1");
+    }
+    let most = args.tokens.iter().copied().max().unwrap_or(0) as u64;
+    let call_bytes = |shape: &Shape| most.saturating_mul((shape.hidden + shape.top_k) as u64 * TOKEN_BYTES);
+    let need = args.shape.0.iter().map(call_bytes).max().unwrap_or(0);
+    let available = System::here().available();
+    if need > available.bytes {
+        bail!(
+            "--tokens {most}: inputs, outputs and routing of a call would take {}, and {} are available ({})",
+            human_bytes(need),
+            human_bytes(available.bytes),
+            available.from
+        );
     }
     if !(args.seconds > 0.0 && args.seconds.is_finite()) || args.memory_gib.is_some_and(|g| !(g > 0.0 && g.is_finite()))
     {
@@ -143,19 +159,25 @@ fn measure(
     let meter = Meter::new(runtime.threads(), system.topology().allowed(), bytes, cap)?;
     let limits = meter.measure();
     // Of JSON, only that goes to standard output.
-    let say = |text: String| if args.json { eprintln!("{text}") } else { println!("{text}") };
+    let tell = |text: String| {
+        if args.json {
+            eprintln!("{text}");
+            return Ok(());
+        }
+        say!("{text}")
+    };
     if args.json {
-        println!("{}", machine.to_json(&limits));
+        say!("{}", machine.to_json(&limits))?;
     }
-    say(format!("{}, {} CPUs: {}", machine.cpu, machine.cpus, limits.summary()));
+    tell(format!("{}, {} CPUs: {}", machine.cpu, machine.cpus, limits.summary()))?;
     if let Some(earlier) = &earlier {
-        earlier.preface(&machine).into_iter().for_each(say);
+        earlier.preface(&machine).into_iter().try_for_each(tell)?;
     }
     let mut lines = Vec::new();
     for (shape, formats) in layers.iter().filter(|(_, formats)| !formats.is_empty()) {
-        say(format!("\n{}", shape.title()));
+        tell(format!("\n{}", shape.title()))?;
         if !args.json {
-            println!("{}{}", Line::header(), earlier.as_ref().map(|_| Comparison::header()).unwrap_or_default());
+            say!("{}{}", Line::header(), earlier.as_ref().map(|_| Comparison::header()).unwrap_or_default())?;
         }
         for &format in formats {
             let (experts, fit) = load(runtime, args, shape, format)?;
@@ -167,22 +189,22 @@ fn measure(
                     if let Some(comparison) = &comparison {
                         json["earlier"] = comparison.as_ref().map(Comparison::to_json).into();
                     }
-                    println!("{json}");
+                    say!("{json}")?;
                 } else {
                     let columns = comparison.map(|c| Comparison::columns(c.as_ref())).unwrap_or_default();
                     let doubt = line.speed.doubt().map(|why| format!("  DOUBTFUL: {why}")).unwrap_or_default();
-                    println!("{}{columns}{doubt}", line.row());
+                    say!("{}{columns}{doubt}", line.row())?;
                 }
                 lines.push(line);
             }
         }
     }
     for missing in earlier.iter().flat_map(|earlier| earlier.missing(&lines)) {
-        say(format!("earlier only: {missing}"));
+        tell(format!("earlier only: {missing}"))?;
     }
     let doubtful = lines.iter().filter(|l| l.speed.doubt().is_some()).count();
     if doubtful > 0 {
-        say(format!("{doubtful} of {} cases are doubtful; run them again when the machine is quiet", lines.len()));
+        tell(format!("{doubtful} of {} cases are doubtful; run them again when the machine is quiet", lines.len()))?;
     }
     Ok(())
 }
@@ -224,8 +246,8 @@ fn measure_scheduling(runtime: &Runtime, args: &BenchArgs, layers: &[(&Shape, Ve
     }
     for (shape, formats) in layers {
         if !args.json {
-            println!("{}; one token, {} threads", shape.title(), runtime.threads());
-            println!("{}", Scheduling::header());
+            say!("{}; one token, {} threads", shape.title(), runtime.threads())?;
+            say!("{}", Scheduling::header())?;
         }
         for format in formats {
             let scheduling = Scheduling::measure(runtime, &one_thread, format, args.seconds)?;
@@ -236,9 +258,9 @@ fn measure_scheduling(runtime: &Runtime, args: &BenchArgs, layers: &[(&Shape, Ve
             let calls = caller.calls(length, || ())?;
             let one_token_us = Quartiles::of(calls.iter().map(|c| c.seconds * 1e6).collect()).median;
             if args.json {
-                println!("{}", scheduling.to_json(shape, one_token_us));
+                say!("{}", scheduling.to_json(shape, one_token_us))?;
             } else {
-                println!("{}", scheduling.row(one_token_us));
+                say!("{}", scheduling.row(one_token_us))?;
             }
         }
     }
@@ -247,17 +269,17 @@ fn measure_scheduling(runtime: &Runtime, args: &BenchArgs, layers: &[(&Shape, Ve
 
 fn measure_dispatch(runtime: &Runtime, args: &BenchArgs, layers: &[(&Shape, Vec<Format>)]) -> anyhow::Result<()> {
     if !args.json {
-        println!("{}", Dispatch::header());
+        say!("{}", Dispatch::header())?;
     }
     for line in dispatch::measure(runtime.threads(), args.seconds * 6.0)? {
-        println!("{}", if args.json { line.to_json().to_string() } else { line.row() });
+        say!("{}", if args.json { line.to_json().to_string() } else { line.row() })?;
     }
     let cpus = runtime.team().topology().allowed().len();
     for (shape, formats) in layers {
         for &format in formats {
             let (experts, _) = load(runtime, args, shape, format)?;
             let shared = Shared::measure(&experts, shape, (runtime.threads(), cpus), args.seconds * 4.0)?;
-            println!("{}", if args.json { shared.to_json().to_string() } else { shared.row() });
+            say!("{}", if args.json { shared.to_json().to_string() } else { shared.row() })?;
         }
     }
     Ok(())

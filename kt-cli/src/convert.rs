@@ -9,12 +9,12 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use kt::convert::{Container, Conversion, Finished, Options, Report};
 use kt::plan::human_bytes;
-use kt::{Format, Importance, Progress, WeightSource};
+use kt::{Format, Importance, Progress, Runtime, WeightSource};
 use serde_json::json;
 
 use crate::eval::{Score, score};
 use crate::host::Rows;
-use crate::model::{ModelArgs, memory_line, read_text, resident_bytes, with_progress_bar};
+use crate::model::{ModelArgs, Opened, memory_line, read_text, resident_bytes, start_rayon, with_progress_bar};
 use crate::options::RuntimeArgs;
 
 /// Convert a checkpoint: a directory of safetensors, or a GGUF file, in any format to any other.
@@ -22,7 +22,8 @@ use crate::options::RuntimeArgs;
 /// Between directories and GGUF files, models of Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and V3, Mixtral, GLM-4.5, MiniMax-M2 and gpt-oss are
 /// carried whole; of other families, the routed experts (--experts-only). Within one container, all are.
 ///
-/// Ended at any moment and started again, it goes on where it was; the output has its name only when it is complete.
+/// Ended at any moment and started again, it goes on where it was; the output has its name only when it is complete. What is lost is what was
+/// being made in one go: a part of --memory, up to 256 MiB.
 #[derive(Debug, clap::Args)]
 pub struct ConvertArgs {
     /// The model: a directory with safetensors files, or a GGUF file [default: the tiny one that is built in].
@@ -43,7 +44,7 @@ pub struct ConvertArgs {
     #[arg(long, value_name = "FORMAT")]
     head: Option<Format>,
     /// Write nothing but the routed experts.
-    #[arg(long, conflicts_with_all = ["dense", "head"])]
+    #[arg(long, conflicts_with_all = ["dense", "head", "eval"])]
     experts_only: bool,
     /// Round the experts' weights by how much their inputs count: a file of `kt run --importance`, or of llama.cpp's llama-imatrix.
     #[arg(long, value_name = "FILE")]
@@ -58,7 +59,7 @@ pub struct ConvertArgs {
     #[arg(long)]
     dry_run: bool,
     /// Fail where a tensor's error (root mean square, in proportion to its values) is larger.
-    #[arg(long, value_name = "RATIO")]
+    #[arg(long, value_name = "RATIO", allow_negative_numbers = true, value_parser = most)]
     max_error: Option<f64>,
     /// Measure perplexity on this text, and KL divergence from the source model; `-` reads standard input.
     #[arg(long, value_name = "FILE")]
@@ -67,7 +68,7 @@ pub struct ConvertArgs {
     #[arg(long, value_name = "N", default_value_t = 256)]
     window: usize,
     /// Fail where the KL divergence (nats per token) is larger.
-    #[arg(long, value_name = "NATS", requires = "eval")]
+    #[arg(long, value_name = "NATS", requires = "eval", allow_negative_numbers = true, value_parser = most)]
     max_kl: Option<f64>,
     /// Print the report's summary as JSON.
     #[arg(long)]
@@ -100,6 +101,11 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     count.checked_mul(unit).ok_or_else(|| format!("`{text}` is too large"))
 }
 
+/// What a result may be at most.
+fn most(text: &str) -> Result<f64, String> {
+    text.parse().ok().filter(|most| *most >= 0.0).ok_or_else(|| "a number, 0 or more".into())
+}
+
 /// The formats of gate, up and down; `None` keeps them.
 fn formats(to: &[String]) -> Result<Option<[Format; 3]>> {
     if to == ["keep"] {
@@ -118,12 +124,19 @@ fn formats(to: &[String]) -> Result<Option<[Format; 3]>> {
 /// # Errors
 /// Anything wrong with the model, the options or the disk; a result beyond `--max-error` or `--max-kl`.
 pub fn run(args: ConvertArgs) -> Result<()> {
+    if args.window < 2 {
+        bail!("--window must be at least 2: the first token of a window is not predicted");
+    }
+    let runtime = args.runtime.build()?;
+    // Unless told otherwise, encoders take all CPUs, not one a core as products do.
+    start_rayon(args.runtime.threads.map_or(0, |_| runtime.threads()))?;
     let source: Arc<dyn WeightSource> = match &args.model {
         Some(path) => kt::open(path)?,
         None => crate::model::built_in()?,
     };
-    // Fails only when the pool exists already.
-    let _ = rayon::ThreadPoolBuilder::new().num_threads(args.runtime.threads.unwrap_or(0)).build_global();
+    if let Some(path) = args.importance.as_ref().filter(|path| path.is_dir()) {
+        bail!("{}: a directory; --importance wants a file, as `kt run --importance FILE` writes it", path.display());
+    }
     let options = Options {
         container: Container::of(&args.output),
         experts: formats(&args.to)?,
@@ -135,11 +148,16 @@ pub fn run(args: ConvertArgs) -> Result<()> {
         shard_bytes: args.shard_size,
     };
     let conversion = Conversion::plan(source, &args.output, options)?;
+    let evaluation = args.eval.as_ref().map(|text| Evaluating::prepare(&args, text, runtime)).transpose()?;
     eprintln!("output   {}, {}", args.output.display(), human_bytes(conversion.bytes()));
     for note in conversion.notes() {
         eprintln!("note     {note}");
     }
     if args.dry_run {
+        let empty = || std::fs::read_dir(&args.output).is_ok_and(|mut entries| entries.next().is_none());
+        if args.output.exists() && !(Container::of(&args.output) == Container::Safetensors && empty()) {
+            eprintln!("note     {} is there already, and is never overwritten", args.output.display());
+        }
         return Ok(());
     }
     if conversion.is_published()? {
@@ -152,10 +170,7 @@ pub fn run(args: ConvertArgs) -> Result<()> {
     let rate = conversion.bytes() as f64 / 1e6 / seconds.max(1e-9);
     eprintln!("written  in {seconds:.2} s, {rate:.0} MB/s of output");
     eprint!("{}", summary(finished.report()));
-    let evaluation = match &args.eval {
-        Some(text) => Some(evaluate(&args, text, &finished)?),
-        None => None,
-    };
+    let evaluation = evaluation.map(|with| with.measure(&args, &finished)).transpose()?;
     let json = evaluation.as_ref().map(Evaluation::to_json);
     if let Some(e) = &evaluation {
         eprintln!(
@@ -178,7 +193,7 @@ pub fn run(args: ConvertArgs) -> Result<()> {
             map.insert("seconds".into(), json!(seconds));
             map.insert("peak_resident_bytes".into(), json!(resident_bytes().map(|r| r.1)));
         }
-        println!("{all:#}");
+        say!("{all:#}")?;
     }
     Ok(())
 }
@@ -228,48 +243,66 @@ impl Evaluation {
     }
 }
 
-/// Runs both models over the text, one after the other: the logits of the first wait in a file.
-fn evaluate(args: &ConvertArgs, text: &Path, finished: &Finished<'_>) -> Result<Evaluation> {
-    if args.window < 2 {
-        bail!("--window must be at least 2: the first token of a window is not predicted");
-    }
-    let model =
-        |path: Option<PathBuf>| ModelArgs { model: path, runtime: args.runtime.clone(), ..ModelArgs::default() };
-    let (before, after) = (model(args.model.clone()), model(Some(finished.path())));
-    let opened = before.open()?;
-    let ids = before.tokenizer(&opened)?.encode(&read_text(text)?)?;
-    if ids.len() < 2 {
-        bail!("{}: too short to predict anything", text.display());
-    }
-    let mut name = args.output.clone().into_os_string();
-    name.push(".logits");
-    let logits = Removed(name.into());
-    let io = || logits.0.display().to_string();
-    let window = args.window.min(ids.len());
-    let mut file = BufWriter::new(File::create(&logits.0).with_context(io)?);
-    let loaded = opened.load(window, Rows::All)?;
-    let source = score(&loaded, &ids, args.window, |rows| {
-        rows.iter().try_for_each(|l| file.write_all(&l.to_le_bytes())).with_context(io)
-    })?;
-    file.into_inner().map_err(|e| e.into_error()).with_context(io)?;
-    let vocabulary = loaded.vocabulary();
-    drop((loaded, opened));
-    let mut file = BufReader::new(File::open(&logits.0).with_context(io)?);
-    let loaded = after.open()?.load(window, Rows::All)?;
-    if loaded.vocabulary() != vocabulary {
-        bail!("the output has a vocabulary of {}, the source one of {vocabulary}", loaded.vocabulary());
-    }
-    let mut divergence = 0.0;
-    let output = score(&loaded, &ids, args.window, |rows| {
-        let mut before = vec![0u8; vocabulary * 4];
-        for after in rows.chunks_exact(vocabulary) {
-            file.read_exact(&mut before).with_context(io)?;
-            let before = before.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b));
-            divergence += kl_divergence(&before.collect::<Vec<_>>(), after);
+/// What an evaluation needs, had before anything is converted, so that what is wrong with it is told then.
+struct Evaluating {
+    /// The source.
+    opened: Opened,
+    /// The text.
+    ids: Vec<u32>,
+}
+
+impl Evaluating {
+    fn prepare(args: &ConvertArgs, text: &Path, runtime: Runtime) -> Result<Self> {
+        let model = model_args(args, args.model.clone());
+        let opened = model.open_on(runtime)?;
+        let ids = model.tokenizer(&opened)?.encode(&read_text(text)?)?;
+        if ids.len() < 2 {
+            bail!("{}: too short to predict anything", text.display());
         }
-        Ok(())
-    })?;
-    Ok(Evaluation { source, output, kl: divergence / ids.len() as f64 })
+        opened.check_room(args.window.min(ids.len()), Rows::All)?;
+        Ok(Evaluating { opened, ids })
+    }
+
+    /// Runs both models over the text, one after the other: the logits of the first wait in a file.
+    fn measure(self, args: &ConvertArgs, finished: &Finished<'_>) -> Result<Evaluation> {
+        let Evaluating { opened, ids } = self;
+        // Beside it: without what its name may end with.
+        let mut name = args.output.components().collect::<PathBuf>().into_os_string();
+        name.push(".logits");
+        let logits = Removed(name.into());
+        let io = || logits.0.display().to_string();
+        let window = args.window.min(ids.len());
+        let mut file = BufWriter::new(File::create(&logits.0).with_context(io)?);
+        let loaded = opened.load(window, Rows::All)?;
+        let source = score(&loaded, &ids, args.window, |rows| {
+            rows.iter().try_for_each(|l| file.write_all(&l.to_le_bytes())).with_context(io)
+        })?;
+        file.into_inner().map_err(|e| e.into_error()).with_context(io)?;
+        let vocabulary = loaded.vocabulary();
+        drop(loaded);
+        // All else of it goes before the output comes.
+        let runtime = { opened }.runtime;
+        let mut file = BufReader::new(File::open(&logits.0).with_context(io)?);
+        let loaded = model_args(args, Some(finished.path())).open_on(runtime)?.load(window, Rows::All)?;
+        if loaded.vocabulary() != vocabulary {
+            bail!("the output has a vocabulary of {}, the source one of {vocabulary}", loaded.vocabulary());
+        }
+        let mut divergence = 0.0;
+        let output = score(&loaded, &ids, args.window, |rows| {
+            let mut before = vec![0u8; vocabulary * 4];
+            for after in rows.chunks_exact(vocabulary) {
+                file.read_exact(&mut before).with_context(io)?;
+                let before = before.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b));
+                divergence += kl_divergence(&before.collect::<Vec<_>>(), after);
+            }
+            Ok(())
+        })?;
+        Ok(Evaluation { source, output, kl: divergence / ids.len() as f64 })
+    }
+}
+
+fn model_args(args: &ConvertArgs, model: Option<PathBuf>) -> ModelArgs {
+    ModelArgs { model, runtime: args.runtime.clone(), ..ModelArgs::default() }
 }
 
 /// A file that is removed when this is dropped.
@@ -304,13 +337,12 @@ fn kl_divergence(p: &[f32], q: &[f32]) -> f64 {
 pub fn verify(args: VerifyArgs) -> Result<()> {
     let progress = Progress::default();
     let verified = with_progress_bar("verifying", &progress, || kt::convert::verify(&args.path, &progress))?;
-    println!(
+    say!(
         "{}: {} files with {} are as they were written",
         args.path.display(),
         verified.files,
         human_bytes(verified.bytes)
-    );
-    Ok(())
+    )
 }
 
 #[cfg(test)]
@@ -324,6 +356,14 @@ mod tests {
         assert_eq!(parse_size("17"), Ok(17));
         for wrong in ["", "GiB", "2 parsecs", "-1", "99999999999GiB"] {
             assert!(parse_size(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn limits_are_numbers_from_zero_on() {
+        assert_eq!((most("0"), most("0.5")), (Ok(0.0), Ok(0.5)));
+        for wrong in ["", "NaN", "-1", "-inf", "much"] {
+            assert!(most(wrong).is_err(), "{wrong}");
         }
     }
 

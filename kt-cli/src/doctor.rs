@@ -69,18 +69,17 @@ pub fn run(args: DoctorArgs) -> anyhow::Result<()> {
         false => None,
     };
     if args.json {
-        println!("{:#}", to_json(&checks, limits.as_ref()));
-        return Ok(());
+        return say!("{:#}", to_json(&checks, limits.as_ref()));
     }
     for c in &checks {
         let state = if c.mend.is_some() { "WARN" } else { "OK" };
-        println!("{state:<4} {:<11} {}", c.name, c.text);
+        say!("{state:<4} {:<11} {}", c.name, c.text)?;
         if let Some(mend) = &c.mend {
-            println!("{:<16} -> {mend}", "");
+            say!("{:<16} -> {mend}", "")?;
         }
     }
     if let Some(limits) = limits {
-        println!("OK   {:<11} {}", "measured", limits.summary());
+        say!("OK   {:<11} {}", "measured", limits.summary())?;
     }
     Ok(())
 }
@@ -155,13 +154,8 @@ fn backends(candidates: Vec<kt::Candidate>) -> Vec<Check> {
     let describe = |candidate: kt::Candidate| {
         let backend = match candidate.backend {
             Ok(backend) => backend,
-            Err(why) => {
-                return Check::warn(
-                    "backend",
-                    format!("{}: cannot run here: {why}", candidate.name),
-                    "nothing, if another backend below is OK; the runtime leaves this one out",
-                );
-            }
+            // Nothing to mend: the runtime leaves it out, and portable runs everywhere.
+            Err(why) => return Check::ok("backend", format!("{}: cannot run here: {why}", candidate.name)),
         };
         // Formats by the tier that would run them; tiers in the order of their first format.
         let mut by_tier: Vec<(String, Vec<String>)> = Vec::new();
@@ -517,10 +511,10 @@ mod tests {
         let lines = backends(kt::registry(Tier::Amx));
         assert_eq!(lines.len(), names.len());
         for (line, name) in lines.iter().zip(&names) {
-            assert!(line.text.starts_with(name), "{name}: {}", line.text);
+            assert!(line.mend.is_none() && line.text.starts_with(name), "{name}: {}", line.text);
         }
         let portable = lines.last().unwrap();
-        assert!(portable.mend.is_none() && portable.text.contains("Q6_K"), "{}", portable.text);
+        assert!(portable.text.contains("Q6_K"), "{}", portable.text);
         let json = to_json(&lines, None);
         assert_eq!(json["checks"].as_array().unwrap().len(), lines.len());
         assert!(tiers().text.contains("portable"));

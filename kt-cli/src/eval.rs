@@ -11,16 +11,17 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 
 use crate::host::{Cache, Model, Rows};
-use crate::model::{ModelArgs, memory_line, read_text, resident_bytes};
+use crate::model::{ModelArgs, check_writable, memory_line, read_text, resident_bytes};
 use crate::observe::ObserveArgs;
 
 /// Measure how well a model predicts a text: negative log-likelihood, perplexity, bits per byte; or dump its logits.
 #[derive(Debug, clap::Args)]
+#[command(group(clap::ArgGroup::new("input").required(true).args(["text", "ids"])))]
 pub struct EvalArgs {
     #[command(flatten)]
     model: ModelArgs,
     /// The text; `-` reads standard input.
-    #[arg(long, value_name = "FILE", required_unless_present = "ids", conflicts_with = "ids")]
+    #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
     /// Token ids in place of a text, separated by commas.
     #[arg(long, value_name = "ID,ID,…", value_delimiter = ',')]
@@ -131,6 +132,10 @@ pub fn run(args: EvalArgs) -> Result<()> {
         bail!("--window must be at least 2: the first token of a window is not predicted");
     }
     let opened = args.model.open()?;
+    args.observe.check()?;
+    if let Some(path) = &args.logits {
+        check_writable(path)?;
+    }
     let (ids, bytes) = match (&args.text, &args.ids) {
         (Some(path), _) => {
             let text = read_text(path)?;
@@ -178,15 +183,14 @@ pub fn run(args: EvalArgs) -> Result<()> {
         if args.observe.stats {
             json["stats"] = stats.to_json();
         }
-        println!("{json:#}");
-        return Ok(());
+        return say!("{json:#}");
     }
-    println!("tokens         {} in windows of {}, {} predicted", score.tokens, args.window, score.predicted);
+    say!("tokens         {} in windows of {}, {} predicted", score.tokens, args.window, score.predicted)?;
     if known {
-        println!("nll            {:.6}", score.mean_nats());
-        println!("perplexity     {:.4}", score.perplexity());
+        say!("nll            {:.6}", score.mean_nats())?;
+        say!("perplexity     {:.4}", score.perplexity())?;
         if let Some(bytes) = bytes {
-            println!("bits per byte  {:.4}", score.bits_per_byte(bytes));
+            say!("bits per byte  {:.4}", score.bits_per_byte(bytes))?;
         }
     }
     eprintln!("speed    {} tokens in {seconds:.2} s, {rate:.1} tokens/s", score.tokens);

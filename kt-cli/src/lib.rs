@@ -1,5 +1,17 @@
 //! What the command `kt` is made of: its subcommands, and the [`host`] that runs whole models.
 
+use std::fmt::Display;
+use std::io::Write;
+
+use anyhow::Context;
+
+/// A line on standard output, as `println!`, but with an error in place of a panic: see [`put`].
+macro_rules! say {
+    ($($text:tt)*) => {
+        $crate::put(format_args!("{}\n", format_args!($($text)*)))
+    };
+}
+
 pub mod bench;
 pub mod convert;
 #[cfg(all(feature = "amx", target_arch = "x86_64"))]
@@ -17,3 +29,12 @@ pub mod plan;
 pub mod plugins;
 pub mod run;
 pub mod system;
+
+/// Writes to standard output, at once.
+///
+/// # Errors
+/// Nobody reads it any more, which the command takes for the end of its work; or what it goes to is full.
+pub(crate) fn put(text: impl Display) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    write!(out, "{text}").and_then(|()| out.flush()).context("standard output")
+}

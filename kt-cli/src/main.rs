@@ -37,7 +37,7 @@ fn main() -> std::process::ExitCode {
     };
     match result {
         Ok(()) => std::process::ExitCode::SUCCESS,
-        // Whoever read the output has seen enough.
+        // Whoever read the output has seen enough. The error is found behind what is said of it, too.
         Err(e) if e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe) => {
             std::process::ExitCode::SUCCESS
         }

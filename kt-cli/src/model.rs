@@ -1,16 +1,18 @@
 //! Opening and loading the model that `run` and `eval` work with, and telling about it on stderr.
 
-use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::error::Error;
+use std::fs::OpenOptions;
+use std::io::{ErrorKind, IsTerminal};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use bytes::Bytes;
 use indicatif::{ProgressBar, ProgressStyle};
 use kt::placement::{PlacementOptions, Stream};
-use kt::plan::{Change, Remedy, human_bytes};
+use kt::plan::{Change, Remedy, Verdict, human_bytes};
 use kt::quantize::Requantized;
 use kt::source::safetensors::SafetensorsSource;
 use kt::{Format, Plan, Progress, Runtime, WeightSource};
@@ -37,6 +39,25 @@ pub struct ModelArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub placement: PlacementArgs,
+    /// Add the N experts of least weight of each token one layer later. Changes what the model says, a little.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub defer: usize,
+    /// Save which experts each token was given to, layer by layer (.json): what placements are compared on.
+    #[arg(long, value_name = "FILE", value_parser = trace_file)]
+    pub trace: Option<PathBuf>,
+}
+
+/// The name of a trace.
+fn trace_file(text: &str) -> Result<PathBuf, String> {
+    match extension(Path::new(text)).as_deref() {
+        Some("json") => Ok(text.into()),
+        _ => Err("the name must end in .json".into()),
+    }
+}
+
+/// What a file's name ends in, in small letters.
+pub(crate) fn extension(path: &Path) -> Option<String> {
+    path.extension().map(|e| e.to_string_lossy().to_ascii_lowercase())
 }
 
 /// A model's headers, read and checked.
@@ -82,8 +103,16 @@ impl ModelArgs {
     /// Reads the headers of the model and builds the runtime.
     ///
     /// # Errors
-    /// The model cannot be opened, is of a family that the host does not run, or the runtime cannot be had.
+    /// As [`open_on`](Self::open_on), or the runtime cannot be had.
     pub fn open(&self) -> Result<Opened> {
+        self.open_on(self.runtime.build()?)
+    }
+
+    /// Reads the headers of the model, for a runtime that is there.
+    ///
+    /// # Errors
+    /// The model cannot be opened or is of a family that the host does not run, or the trace could not be written.
+    pub fn open_on(&self, runtime: Runtime) -> Result<Opened> {
         let (mut source, name): (Arc<dyn WeightSource>, _) = match &self.model {
             Some(path) => (kt::open(path)?, path.display().to_string()),
             None => (built_in()?, "the built-in tiny model".to_owned()),
@@ -92,11 +121,13 @@ impl ModelArgs {
             source = Arc::new(Requantized::new(source, [format; 3])?);
         }
         let config = ModelConfig::read(&*source)?;
-        let runtime = self.runtime.build()?;
-        // Candle computes on rayon's threads: they are held to the same number. Fails only when the pool exists already.
-        let _ = rayon::ThreadPoolBuilder::new().num_threads(runtime.threads()).build_global();
+        // Candle computes on rayon's threads: they are held to the same number.
+        start_rayon(runtime.threads())?;
         let placement = self.placement.options(&runtime)?;
-        let (defer, trace) = (self.placement.defer, self.placement.trace.clone());
+        let (defer, trace) = (self.defer, self.trace.clone());
+        if let Some(path) = &trace {
+            check_writable(path)?;
+        }
         Ok(Opened { source, config, runtime, name, stored_as: self.experts_as, placement, defer, trace })
     }
 
@@ -113,6 +144,18 @@ impl ModelArgs {
 }
 
 impl Opened {
+    /// Whether [`load`](Self::load) would find room.
+    ///
+    /// # Errors
+    /// [`kt::Error::Memory`]: it would not.
+    pub fn check_room(&self, positions: usize, rows: Rows) -> Result<()> {
+        let plan = Model::plan(&self.runtime, &*self.source, &self.config, positions, rows, &self.placement)?;
+        if plan.verdict() == Verdict::Refuse {
+            bail!(kt::Error::Memory(Box::new(plan)));
+        }
+        Ok(())
+    }
+
     /// Plans, tells about it on stderr, and loads the model for up to `positions` tokens and the logits of `rows` of them.
     ///
     /// # Errors
@@ -271,14 +314,71 @@ pub fn memory_line() -> String {
     }
 }
 
+/// Starts rayon's threads, on which candle computes and conversions are made: so many, or for 0 as many as rayon finds right. Those that run
+/// already stay as they are.
+///
+/// # Errors
+/// The system starts no more threads.
+pub(crate) fn start_rayon(threads: usize) -> Result<()> {
+    match rayon::ThreadPoolBuilder::new().num_threads(threads).build_global() {
+        // Only the system's refusal has a source; the other error is that there are threads already.
+        Err(e) if e.source().is_some() => Err(e).context(
+            "threads cannot be started; ask for fewer by --threads, or raise the limit (ulimit -u, or pids.max of the control group)",
+        ),
+        _ => Ok(()),
+    }
+}
+
+/// Makes sure that a file can be written, before the work that it is for. What is in it stays.
+///
+/// # Errors
+/// It cannot; the file is named.
+pub(crate) fn check_writable(path: &Path) -> Result<()> {
+    let name = || path.display().to_string();
+    match path.metadata() {
+        // Who reads a pipe would take its being closed for the end.
+        Ok(there) if !there.is_file() && !there.is_dir() => {}
+        Ok(_) => drop(OpenOptions::new().write(true).open(path).with_context(name)?),
+        // Only what was made here is removed again.
+        Err(_) => match OpenOptions::new().write(true).create_new(true).open(path) {
+            Ok(_) => std::fs::remove_file(path).with_context(name)?,
+            // A link to what is not there yet.
+            Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
+            Err(e) => return Err(e).with_context(name),
+        },
+    }
+    Ok(())
+}
+
 /// Reads a text file, or standard input for `-`.
 ///
 /// # Errors
 /// It cannot be read or is not UTF-8.
-pub fn read_text(path: &std::path::Path) -> Result<String> {
+pub fn read_text(path: &Path) -> Result<String> {
     if path.as_os_str() == "-" {
         std::io::read_to_string(std::io::stdin()).context("standard input")
     } else {
         std::fs::read_to_string(path).with_context(|| path.display().to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_can_be_written_is_left_as_it_was() {
+        let dir = std::env::temp_dir().join(format!("kt-writable-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let (absent, there) = (dir.join("absent"), dir.join("there"));
+        std::fs::write(&there, "text").unwrap();
+        check_writable(&absent).unwrap();
+        check_writable(&there).unwrap();
+        assert!(!absent.exists() && std::fs::read_to_string(&there).unwrap() == "text");
+        for bad in [dir.clone(), dir.join("no/file")] {
+            let why = format!("{:#}", check_writable(&bad).unwrap_err());
+            assert!(why.starts_with(bad.to_str().unwrap()), "{why}");
+        }
+        std::fs::remove_dir_all(&dir).unwrap();
     }
 }

@@ -11,6 +11,7 @@ use anyhow::{Context, Result};
 use kt::Stats;
 
 use crate::host::Model;
+use crate::model::{check_writable, extension};
 
 /// What to tell about the experts' work.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -33,8 +34,7 @@ struct HeatFile {
 impl HeatFile {
     fn of(text: &str) -> Result<Self, String> {
         let path = PathBuf::from(text);
-        let extension = path.extension().map(|e| e.to_string_lossy().to_ascii_lowercase());
-        match extension.as_deref() {
+        match extension(&path).as_deref() {
             Some("json") => Ok(HeatFile { path, picture: false }),
             Some("png") => Ok(HeatFile { path, picture: true }),
             _ => Err("the name must end in .json (numbers) or .png (a picture)".into()),
@@ -51,6 +51,14 @@ impl ObserveArgs {
         let (experts, wall) = (stats.total().wall.as_secs_f64(), wall.as_secs_f64());
         let text = format!("{what}: layers of experts took {experts:.3} s of {wall:.3} s\n{stats}");
         text.lines().map(|line| format!("stats    {line}\n")).collect()
+    }
+
+    /// Makes sure that the heat map can be saved, if it was asked for.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn check(&self) -> Result<()> {
+        self.heatmap.as_ref().map_or(Ok(()), |file| check_writable(&file.path))
     }
 
     /// Saves the heat map of all that the model did, if it was asked for.

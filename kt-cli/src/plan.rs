@@ -49,8 +49,7 @@ pub struct PlanArgs {
 
 /// Runs the command.
 pub fn run(args: PlanArgs) -> anyhow::Result<()> {
-    print!("{}", answer(&args)?);
-    Ok(())
+    crate::put(answer(&args)?)
 }
 
 fn answer(args: &PlanArgs) -> anyhow::Result<String> {
@@ -191,6 +190,10 @@ mod tests {
         assert!(plan(&[]).unwrap_err().to_string().contains("--model DIRECTORY"));
         let error = plan(&["--model", "/no/such/model"]).unwrap_err().to_string();
         assert!(error.contains("/no/such/model"), "{error}");
+        // What is of no use to a plan.
+        for option in [["--defer", "1"], ["--trace", "t.json"]] {
+            assert!(Cli::try_parse_from(["kt", "--model", MODEL, option[0], option[1]]).is_err(), "{option:?}");
+        }
         let error = plan(&["--model", MODEL, "--backend", "abacus"]).unwrap_err().to_string();
         assert!(error.contains("abacus") && error.contains("portable"), "{error}");
     }

@@ -1,6 +1,5 @@
 //! `kt run`: continues a prompt.
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -10,8 +9,9 @@ use kt::placement::LiveOptions;
 
 use crate::host::text::TextStream;
 use crate::host::{Cache, Rows, Sampler};
-use crate::model::{ModelArgs, memory_line};
+use crate::model::{ModelArgs, check_writable, memory_line};
 use crate::observe::ObserveArgs;
+use crate::put;
 
 /// What the built-in model continues when it is not told otherwise.
 const DEFAULT_PROMPT: &str = "The ownership system in Rust";
@@ -68,6 +68,10 @@ pub fn run(args: RunArgs) -> Result<()> {
         (None, Some(_)) => bail!("no prompt given; add --prompt TEXT"),
     };
     let opened = args.model.open()?;
+    args.observe.check()?;
+    if let Some(path) = &args.importance {
+        check_writable(path)?;
+    }
     let tokenizer = args.model.tokenizer(&opened)?;
     let ids = tokenizer.encode_prompt(&prompt)?;
     if ids.is_empty() {
@@ -80,10 +84,8 @@ pub fn run(args: RunArgs) -> Result<()> {
         model.record_importance(Recorder::new(opened.source.clone()));
     }
     let mut cache = Cache::new(model.config(), positions)?;
-    let mut out = std::io::stdout().lock();
     if !args.no_echo {
-        out.write_all(prompt.as_bytes())?;
-        out.flush()?;
+        put(&prompt)?;
     }
 
     let start = Instant::now();
@@ -106,8 +108,7 @@ pub fn run(args: RunArgs) -> Result<()> {
             break "the model's end of text";
         }
         let piece = stream.push(id)?;
-        out.write_all(piece.text.as_bytes())?;
-        out.flush()?;
+        put(&piece.text)?;
         if piece.stopped {
             break "a stop text";
         }
@@ -124,10 +125,9 @@ pub fn run(args: RunArgs) -> Result<()> {
         }
     };
     if ended != "a stop text" {
-        out.write_all(stream.finish()?.text.as_bytes())?;
+        put(stream.finish()?.text)?;
     }
-    writeln!(out)?;
-    out.flush()?;
+    say!("")?;
     let decode = start.elapsed();
     let speed = |tokens: usize, time: Duration| {
         let seconds = time.as_secs_f64();

@@ -88,10 +88,23 @@ fn scheduling_is_told_beside_a_call_of_one_token() {
 }
 
 #[test]
+fn the_environment_caps_the_tier_and_help_says_so() {
+    let with = |isa: &str| {
+        let args = ["bench", "--tokens", "100000000000"];
+        let output = Command::new(env!("CARGO_BIN_EXE_kt")).args(args).env("KT_ISA", isa).output().unwrap();
+        text(&output.stderr)
+    };
+    assert!(with("sse9").contains("KT_ISA is `sse9`"), "{}", with("sse9"));
+    assert!(!with("").contains("KT_ISA"), "{}", with(""));
+    assert!(ok(&["--help"]).contains("KT_ISA"));
+}
+
+#[test]
 fn what_cannot_be_measured_is_refused() {
     for (args, says) in [
         (&["--shape", "300x300x4x2", "--formats", "q4_k"][..], "multiples of 256"),
         (&["--tokens", "0"], "--tokens"),
+        (&["--tokens", "1,100000000000"], "are available"),
         (&["--seconds", "0"], "--seconds"),
         (&["--shape", "64x64x4x2", "--formats", "all", "--compare", "/nonexistent/x"], "/nonexistent/x"),
         (&["--scheduling", "--shape", "256x256x4x2", "--formats", "q4_k"], "bf16,int8"),

@@ -52,16 +52,71 @@ fn errors_are_said_and_the_exit_code_tells() {
         (&["run", "--model", concat!(env!("CARGO_MANIFEST_DIR"), "/model")][..], "--prompt"),
         (&["run", "--backend", "abacus"][..], "abacus"),
         (&["run", "--temperature", "-1"][..], "temperature"),
+        (&["run", "--temperature", "inf"][..], "a finite number, 0 or more"),
         (&["run", "--experts-as", "q17"][..], "q17"),
         (&["eval", "--ids", "1,2,99999"][..], "99999"),
         (&["eval"][..], "--text"),
         (&["run", "--heatmap", "hot.jpg"][..], ".png"),
+        (&["run", "--trace", "t.txt"][..], ".json"),
+        (&["eval", "--ids", "1,2", "--text", "t.txt"][..], "cannot be used with"),
+        (&["plan", "--model", "x", "--defer", "1"][..], "--defer"),
         (&["eval", "--ids", "1,2", "--heatmap", "/nonexistent/hot.png"][..], "/nonexistent/hot.png"),
+        (&["eval", "--ids", "1,2", "--trace", "/nonexistent/t.json"][..], "/nonexistent/t.json"),
+        (&["eval", "--ids", "1,2", "--logits", "/nonexistent/logits"][..], "/nonexistent/logits"),
+        (&["run", "--heatmap", "/nonexistent/hot.json"][..], "/nonexistent/hot.json"),
+        (&["run", "--trace", "/nonexistent/t.json"][..], "/nonexistent/t.json"),
+        (&["run", "--importance", "/nonexistent/seen"][..], "/nonexistent/seen"),
     ] {
         let output = kt(args);
         assert!(!output.status.success(), "{args:?} succeeded");
-        assert!(output.stdout.is_empty() && text(&output.stderr).contains(word), "{args:?}: {}", text(&output.stderr));
+        let says = text(&output.stderr);
+        assert!(output.stdout.is_empty() && says.contains(word), "{args:?}: {says}");
+        // Files that cannot be are told before the model is loaded.
+        assert!(!word.starts_with("/nonexistent") || !says.contains("loaded"), "{args:?}: {says}");
     }
+}
+
+/// A pipe whose reader has gone is the end of the work, a disk that is full an error; neither is a panic.
+#[test]
+#[cfg(target_os = "linux")]
+fn standard_output_that_takes_nothing_is_no_panic() {
+    let dir = std::env::temp_dir().join(format!("kt-stdout-{}", std::process::id()));
+    let at = |name: &str| dir.join(name).to_str().unwrap().to_owned();
+    std::fs::create_dir_all(&dir).unwrap();
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/model");
+    let (converted, tiny) = (at("converted"), ["--shape", "64x64x4x2", "--formats", "bf16"]);
+    ok(&["convert", "--to", "bf16", "--output", &converted]);
+    let mut commands = vec![
+        vec!["run", "--max-tokens", "1"],
+        vec!["eval", "--ids", "1,2,3"],
+        vec!["eval", "--ids", "1,2,3", "--json"],
+        vec!["plan", "--model", model],
+        vec!["doctor"],
+        vec!["doctor", "--json"],
+        vec!["verify", &converted],
+    ];
+    for more in [&["--tokens", "1"][..], &["--tokens", "1", "--json"], &["--scheduling"], &["--dispatch"]] {
+        let fast = ["bench", "--seconds", "0.02", "--memory-gib", "0.001"];
+        commands.push([&fast[..], &tiny, more].concat());
+    }
+    if cfg!(feature = "plugins") {
+        commands.push(vec!["plugins", dir.to_str().unwrap()]);
+    }
+    for (name, gone) in [("gone", true), ("full", false)] {
+        let output = at(name);
+        let convert = vec!["convert", "--to", "bf16", "--json", "--output", &output];
+        for args in commands.iter().chain([&convert]) {
+            let stdout: std::process::Stdio = match gone {
+                true => std::io::pipe().unwrap().1.into(),
+                false => std::fs::File::options().write(true).open("/dev/full").unwrap().into(),
+            };
+            let output = Command::new(env!("CARGO_BIN_EXE_kt")).args(args).stdout(stdout).output().unwrap();
+            let says = text(&output.stderr);
+            assert!(output.status.success() == gone && !says.contains("panicked"), "{name}: {args:?}: {says}");
+            assert!(gone || says.contains("kt: standard output: No space left"), "{args:?}: {says}");
+        }
+    }
+    std::fs::remove_dir_all(&dir).unwrap();
 }
 
 #[test]
@@ -148,8 +203,13 @@ fn plugins_are_listed_and_refused_with_the_reason() {
     let (dir, file) = (dir.to_str().unwrap(), file.to_str().unwrap());
     let (out, _) = ok(&["plugins", dir]);
     assert!(out.starts_with("refused") && out.contains(file) && out.contains("wanted a shared library"), "{out}");
-    let output = kt(&["plugins", "/nonexistent/plugins"]);
-    assert!(!output.status.success() && text(&output.stderr).contains("/nonexistent/plugins"));
+    for (wrong, says) in [("/nonexistent/plugins", "no such directory"), (file, "not a directory")] {
+        let output = kt(&["plugins", wrong]);
+        let error = text(&output.stderr);
+        assert!(!output.status.success() && error.contains(wrong) && error.contains(says), "{error}");
+    }
+    let (out, _) = ok(&["plugins"]);
+    assert!(out.starts_with("no plugins: ") && out.contains("does not exist"), "{out}");
     // One that was named must load; of a directory, what is no plugin declines.
     let args = ["run", "--max-tokens", "1", "--backend", "portable", "--plugin"];
     let output = kt(&[&args[..], &[file]].concat());

@@ -295,6 +295,38 @@ fn bad_results_are_failures() {
     refused(&["convert", "--to", "int4,int4", "--output", &output], &["one format, or three"]);
 }
 
+#[test]
+fn what_is_wrong_is_told_before_anything_is_written() {
+    let dir = Dir::new("before");
+    let (output, text, one) = (dir.at("out"), dir.at("text"), dir.at("one"));
+    std::fs::write(&text, "The borrow checker").unwrap();
+    std::fs::write(&one, "a").unwrap();
+    let args = ["convert", "--to", "bf16", "--output", &output];
+    for (with, says) in [
+        (&["--backend", "abacus"][..], "abacus"),
+        (&["--threads", "0"], "thread"),
+        (&["--nodes", "99"], "99"),
+        (&["--importance", &dir.at("")], "a directory"),
+        (&["--max-error", "nan"], "0 or more"),
+        (&["--max-error", "-1"], "0 or more"),
+        (&["--eval", &text, "--max-kl", "-1"], "0 or more"),
+        (&["--eval", &text, "--window", "1"], "--window"),
+        (&["--eval", &text, "--experts-only"], "--experts-only"),
+        (&["--eval", &one], "too short"),
+        (&["--eval", "/nonexistent/text"], "/nonexistent/text"),
+    ] {
+        refused(&[&args[..], with].concat(), &[says]);
+        let left: Vec<_> = std::fs::read_dir(&dir.0).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(left.len(), 2, "{with:?} left {left:?}");
+    }
+    // A dry run says that the output is there.
+    let dry = || String::from_utf8(kt(&[&args[..], &["--dry-run"]].concat()).stderr).unwrap();
+    assert!(!dry().contains("is there already"), "{}", dry());
+    ok(&args);
+    assert!(dry().contains("is there already"), "{}", dry());
+    ok(&[&args[..], &["--dry-run"]].concat());
+}
+
 /// The KL divergence that each output format costs the built-in model, twice what `kt-core/CONVERSION.md` lists at most.
 #[test]
 fn every_output_format_keeps_the_predictions() {

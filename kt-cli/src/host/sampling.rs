@@ -16,10 +16,10 @@ impl Sampler {
     /// and of those among the fewest whose probabilities reach `top_p`.
     ///
     /// # Errors
-    /// A negative temperature, or `top_p` outside `0..=1`.
+    /// A temperature that is negative or not finite, or `top_p` outside `0..=1`.
     pub fn new(temperature: f32, top_k: usize, top_p: f32, seed: u64) -> Result<Self> {
         if !(temperature.is_finite() && temperature >= 0.0) {
-            bail!("the temperature must be 0 or more, got {temperature}");
+            bail!("the temperature must be a finite number, 0 or more, got {temperature}");
         }
         if !(top_p > 0.0 && top_p <= 1.0) {
             bail!("top-p must be above 0 and at most 1, got {top_p}");
@@ -126,5 +126,6 @@ mod tests {
         assert_eq!(seen(0, 0.75), [0, 1, 2]);
         assert_eq!(seen(0, 1.0), [0, 1, 2, 3]);
         assert!(Sampler::new(-1.0, 0, 1.0, 0).is_err() && Sampler::new(1.0, 0, 0.0, 0).is_err());
+        assert!(Sampler::new(f32::INFINITY, 0, 1.0, 0).unwrap_err().to_string().contains("a finite number"));
     }
 }
