@@ -36,11 +36,6 @@ pub(crate) struct Carried {
     pub parts: Mutex<Vec<Part>>,
 }
 
-/// The multiple of `of` that is nearest to `n`, and not 0 unless `of` is.
-pub(crate) fn nearest_multiple(n: usize, of: usize) -> usize {
-    n.saturating_add(of / 2).checked_div(of).unwrap_or(0).max(1).saturating_mul(of)
-}
-
 impl fmt::Debug for Carried {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
@@ -154,4 +149,9 @@ impl Batch {
     pub fn into_output(self) -> Vec<f32> {
         self.output
     }
+}
+
+/// The multiple of `of` that is nearest to `n`, and not 0 unless `of` is.
+pub(crate) fn nearest_multiple(n: usize, of: usize) -> usize {
+    n.saturating_add(of / 2).checked_div(of).unwrap_or(0).max(1).saturating_mul(of)
 }

@@ -132,7 +132,7 @@ impl Experts {
         }
     }
 
-    /// Keeps what routers choose from now on, token by token, for [`Experts::take_trace`]: two bytes or so per choice.
+    /// Keeps what routers choose from now on, token by token, for [`Experts::take_trace`]: four to eight bytes per choice, which no plan counts.
     pub fn record_trace(&self) {
         self.layers.iter().for_each(|l| l.observed().trace = Some(Vec::new()));
     }
@@ -226,7 +226,8 @@ impl Experts {
     /// between steps; `elapsed` is the time since the last call. Returns what was moved.
     ///
     /// Experts are read and packed while calls go on. A layer's calls wait while two change places: for the time that one takes to a
-    /// device. Experts of layers that have [prepared](LayerExperts::prepare) calls stay where they are.
+    /// device. Experts of layers that have [prepared](LayerExperts::prepare) calls, or whose deferred work a batch still [carries](Batch::carries), stay
+    /// where they are.
     ///
     /// # Errors
     /// A bank that cannot take an expert; the experts are then where they were, and live placement has ended, which its report says. Where

@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, RwLock};
 
 use crate::backend::{Backend, Device, Fit, LinearOp, LoadContext, Progress, Streaming};
+use crate::batch::nearest_multiple;
 use crate::cpu::WHOLE_TOKENS;
 use crate::cpu::cache::PackedCache;
 use crate::cpu::memory::HugePages;
@@ -181,9 +182,7 @@ impl RuntimeBuilder {
             if !candidates.iter().any(|c| c.name == *name && is_device(c)) {
                 candidates.retain(|c| c.name == *name || is_device(c));
             }
-            let named = || candidates.iter().filter(|c| c.name == *name);
-            // One that cannot run does not hide another of its name that can.
-            match named().find(|c| c.backend.is_ok()).or_else(|| named().next()) {
+            match named(&candidates, name) {
                 None => {
                     return Err(Unsupported::new(format!(
                         "there is no backend `{name}` in this build; it has: {}",
@@ -299,6 +298,12 @@ struct Planned {
     in_place_from: usize,
     /// Without their plans.
     devices: Devices,
+}
+
+/// The candidate of a name: one that cannot run does not hide another that can.
+fn named<'a>(candidates: &'a [Candidate], name: &str) -> Option<&'a Candidate> {
+    let named = || candidates.iter().filter(|c| c.name == name);
+    named().find(|c| c.backend.is_ok()).or_else(|| named().next())
 }
 
 /// The devices that take experts, and what they take.
@@ -663,8 +668,7 @@ impl Runtime {
         };
         let devices: Vec<String> = self.candidates.iter().filter_map(known).collect();
         let devices = if devices.is_empty() { "none".into() } else { devices.join(", ") };
-        let named = || self.candidates.iter().filter(|c| c.name == name).map(|c| &c.backend);
-        let why = match named().find(|backend| backend.is_ok()).or_else(|| named().next()) {
+        let why = match named(&self.candidates, name).map(|c| &c.backend) {
             Some(Ok(backend)) => match backend.device() {
                 Some(device) => return Ok((backend.clone(), device)),
                 None => format!("backend `{name}` is no device"),
@@ -1030,7 +1034,7 @@ impl Linear {
         let (rows, cols) = (self.rows(), self.cols());
         let n = x.len() / cols.max(1);
         if x.len() != n * cols {
-            let expected = crate::batch::nearest_multiple(x.len(), cols);
+            let expected = nearest_multiple(x.len(), cols);
             return Err(Error::Length { what: "x [n, cols]", expected, got: x.len() });
         }
         if y.len() != n * rows {

@@ -544,10 +544,11 @@ fn numbers_of_configs_that_cannot_be_are_refused() {
         let with = Options { experts_only, ..Options::new(Container::Gguf, Format::Q8_0) };
         Conversion::plan(source, &dir.0.join("o.gguf"), with)
     };
-    for (key, value) in
-        [("qk_nope_head_dim", u64::MAX), ("kv_lora_rank", u32::MAX.into()), ("qk_rope_head_dim", u32::MAX.into())]
-    {
-        refused(plan("deepseek_v3/bf16", key, value, false).map(drop), &["."]);
+    let nope = plan("deepseek_v3/bf16", "qk_nope_head_dim", u64::MAX, false);
+    refused(nope.map(drop), &["kv_b_proj", "heads of 18446744073709551615"]);
+    for key in ["kv_lora_rank", "qk_rope_head_dim"] {
+        let large = plan("deepseek_v3/bf16", key, u32::MAX.into(), false);
+        refused(large.map(drop), &["config.json", key, "too large"]);
     }
     refused(plan("qwen3_moe/bf16", "num_hidden_layers", 1 << 24, true).map(drop), &["num_hidden_layers", "16777216"]);
     let plan = plan("qwen3_moe/bf16", "vocab_size", 1 << 60, true).unwrap();

@@ -102,6 +102,35 @@ fn nvfp4_is_divided_by_one_factor_or_multiplied_with_the_other() {
 }
 
 #[test]
+fn one_scale_of_fp8_is_that_of_every_row() {
+    for (dtype, shape, scale) in [
+        ("F32", &[][..], 0.5f32.to_le_bytes().to_vec()),
+        ("F32", &[1], 0.5f32.to_le_bytes().to_vec()),
+        ("BF16", &[1, 1], half::bf16::from_f32(0.5).to_le_bytes().to_vec()),
+    ] {
+        let fp8 = |n: &str, r: usize, c: usize| {
+            let codes = Tensor { bytes: vec![0x38; r * c], ..tensor(format!("{n}.weight"), "F8_E4M3", &[r, c]) };
+            let scale = Tensor { bytes: scale.clone(), ..tensor(format!("{n}.weight_scale"), dtype, shape) };
+            vec![codes, scale]
+        };
+        let source = from_tensors(&config(), &model(fp8)).unwrap();
+        let block = shape.len() == 2; // of up to 128 x 128, which is the same
+        let want = if block { Format::Fp8Block } else { Format::Fp8Channel };
+        assert_eq!(source.layers()[0].formats, [want; 3]);
+        for (e, proj) in (0..EXPERTS).flat_map(|e| Proj::ALL.map(|p| (e, p))) {
+            let m = source.matrix(0, e, proj).unwrap();
+            assert_eq!((m.rows(), m.cols()), source.layers()[0].shape(proj));
+            assert!(m.decode().iter().all(|&v| v == 0.5), "{shape:?}");
+        }
+        for (bad, says) in if block { vec![] } else { vec![("F8_E8M0", "E8m0"), ("I32", "I32")] } {
+            let name = format!("{GATE_1}.weight_scale");
+            let tensors = changed(model(fp8), &name, |t| *t = tensor(t.name.clone(), bad, shape));
+            refused(from_tensors(&config(), &tensors), &[&name, says]);
+        }
+    }
+}
+
+#[test]
 fn the_unharmed_models_open_in_every_format() {
     let formats: [(Format, Vec<Tensor>); 11] = [
         (Format::Bf16, model(bf16)),

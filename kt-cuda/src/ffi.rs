@@ -432,12 +432,17 @@ extern "C" fn on_host<T: OnHost>(work: *mut c_void) {
     // SAFETY: `Stream::call` was given a reference to a T, that lives until the stream is past this.
     let work = unsafe { &*work.cast::<T>() };
     // Nothing may unwind into the driver; what `panicked` does is to take a lock and keep the text.
-    let _ = catch_unwind(AssertUnwindSafe(|| {
+    let told = catch_unwind(AssertUnwindSafe(|| {
         if let Err(payload) = catch_unwind(AssertUnwindSafe(|| work.run())) {
             let text = payload.downcast_ref::<&str>().copied();
             work.panicked(text.or(payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("unknown panic"));
+            // What a panic carries may panic when it is dropped.
+            std::mem::forget(payload);
         }
     }));
+    if let Err(payload) = told {
+        std::mem::forget(payload);
+    }
 }
 
 /// A queue of work of a device.

@@ -170,7 +170,7 @@ impl Conversion {
         &self.plan.notes
     }
 
-    /// The output as it was asked for.
+    /// The output, without a separator at its end.
     pub fn output(&self) -> &Path {
         &self.output
     }
@@ -189,20 +189,25 @@ impl Conversion {
     /// # Errors
     /// The output is there, and not of this conversion: it is not overwritten.
     pub fn is_published(&self) -> Result<bool> {
-        // What a directory may take the place of; a file may not.
-        let empty = || {
-            self.options.container == Container::Safetensors
-                && std::fs::read_dir(&self.output).is_ok_and(|mut d| d.next().is_none())
-        };
-        if !self.output.exists() || empty() {
+        if !self.is_taken() {
             return Ok(false);
         }
         if !self.journal_path().exists() || !self.has_moved() {
-            return Err(Error::file(&self.output, "is there already; remove it, or choose another output"));
+            return Err(self.taken());
         }
         Journal::open(&self.journal_path(), &self.about)?;
         self.clear()?;
         Ok(true)
+    }
+
+    /// Whether there is something of the output's name already: but for an empty directory, which a directory takes the place of, it is never overwritten.
+    pub fn is_taken(&self) -> bool {
+        let empty = || std::fs::read_dir(&self.output).is_ok_and(|mut d| d.next().is_none());
+        self.output.exists() && !(self.options.container == Container::Safetensors && empty())
+    }
+
+    fn taken(&self) -> Error {
+        Error::file(&self.output, "is there already; remove it, or choose another output")
     }
 
     /// Whether the files with weights are what the output has, and are no longer in the partial directory.
@@ -474,6 +479,9 @@ impl Finished<'_> {
         let (conversion, partial) = (self.conversion, self.conversion.partial());
         let output = &conversion.output;
         let io = |source| Error::Io { path: output.clone(), source };
+        if conversion.is_taken() {
+            return Err(conversion.taken());
+        }
         let report = plan::pretty(&self.report.to_json(evaluation));
         match conversion.options.container {
             Container::Safetensors => {

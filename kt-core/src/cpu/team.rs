@@ -435,7 +435,7 @@ pub struct TeamBuilder {
 
 impl TeamBuilder {
     /// Threads, the caller's counted. Default: one per physical core that this process may use. At most one per CPU, and no more than a CPU
-    /// quota pays for; of a [pool](TeamBuilder::pool), no more than it has.
+    /// quota pays for; of a [pool](TeamBuilder::pool), no more than it has and the caller.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self

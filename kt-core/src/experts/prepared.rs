@@ -1,11 +1,10 @@
 //! Calls of one layer whose memory is all there before they begin, which are started by one thread and waited for by another: for callers
 //! that run some of the layer's experts themselves meanwhile, as a stream of a device does.
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use super::{Counted, LayerExperts};
+use super::{Counted, LayerExperts, Stays};
 use crate::cpu::team::Recurring;
 use crate::error::{Error, Result};
 use crate::pending::contain;
@@ -19,6 +18,8 @@ use crate::work::{Hidden, Spent, Work};
 /// it while a call is under way is sound: the call has its own memory, and ends by itself.
 pub struct Prepared {
     shared: Arc<Shared>,
+    /// A call that is under way when this is dropped looks for experts itself, and they do not move while it computes.
+    _stays: Stays,
 }
 
 /// What the banks of a call give, `[tokens, hidden]` each, for adding in the order of the banks: `before`, what the caller has, `after`.
@@ -72,13 +73,6 @@ struct Call {
     /// By bank. The first becomes the sum of those before the caller's bank, which has none itself.
     outputs: Vec<Vec<f32>>,
     counted: Counted,
-}
-
-impl Drop for Prepared {
-    fn drop(&mut self) {
-        // A call that is under way looks for experts itself, and they do not move while it computes.
-        self.shared.layer.staying.fetch_sub(1, Ordering::SeqCst);
-    }
 }
 
 impl Call {
@@ -137,14 +131,15 @@ impl LayerExperts {
             counted: Counted::new(self, 0),
         };
         call.splitter.reserve(self.spec.experts, rows, &mut call.shares);
-        {
+        let stays = {
             // Whoever moves experts has this lock alone, and sees the count.
             let _still = self.placed();
-            self.staying.fetch_add(1, Ordering::SeqCst);
-        }
+            Stays::new(&self.staying)
+        };
         let state = Mutex::new(State { stage: Stage::Idle, call: Some(call), queued: false });
         let layer = self.clone();
-        Ok(Prepared { shared: Arc::new(Shared { layer, elsewhere, tokens, top_k, state, done: Condvar::new() }) })
+        let shared = Arc::new(Shared { layer, elsewhere, tokens, top_k, state, done: Condvar::new() });
+        Ok(Prepared { shared, _stays: stays })
     }
 }
 

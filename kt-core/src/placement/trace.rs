@@ -21,6 +21,9 @@ const VERSION: u64 = 1;
 /// Largest file read: a million tokens through 60 layers of 8 experts each take about 2 GiB; traces are of thousands.
 const MOST_BYTES: u64 = 256 << 20;
 
+/// No layer has more experts.
+const MOST_EXPERTS: usize = 1 << 24;
+
 /// What the router of one layer chose.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerTrace {
@@ -40,10 +43,17 @@ impl LayerTrace {
         self.ids.len() / self.top_k.max(1)
     }
 
+    /// Those tokens of a range that there are.
+    fn clamp(&self, tokens: std::ops::Range<usize>) -> std::ops::Range<usize> {
+        let start = tokens.start.min(self.tokens());
+        start..tokens.end.min(self.tokens()).max(start)
+    }
+
     /// How often each expert was chosen by the tokens of a range.
     pub fn counts(&self, tokens: std::ops::Range<usize>) -> Vec<u64> {
         let mut counts = vec![0; self.experts];
-        let ids = self.ids.get(tokens.start * self.top_k..tokens.end * self.top_k).unwrap_or(&[]);
+        let tokens = self.clamp(tokens);
+        let ids = &self.ids[tokens.start * self.top_k..tokens.end * self.top_k];
         for &id in ids.iter().filter(|&&id| id != NO_EXPERT) {
             counts[id as usize] += 1;
         }
@@ -67,6 +77,12 @@ impl Trace {
         for (i, l) in layers.iter().enumerate() {
             if i > 0 && layers[i - 1].layer >= l.layer {
                 return invalid(l, format!("follows layer {}; layers must rise", layers[i - 1].layer));
+            }
+            if l.experts > MOST_EXPERTS {
+                return invalid(
+                    l,
+                    format!("{} experts are more than any layer has ({MOST_EXPERTS} at most)", l.experts),
+                );
             }
             if l.top_k == 0 || l.ids.len() % l.top_k != 0 {
                 return invalid(l, format!("{} ids are not whole tokens of {} each", l.ids.len(), l.top_k));
@@ -105,8 +121,8 @@ impl Trace {
     /// The tokens of a range: the first part to choose a placement by, say, and the rest to try it on.
     pub fn part(&self, tokens: std::ops::Range<usize>) -> Trace {
         let layer = |l: &LayerTrace| {
-            let (start, end) = (tokens.start.min(l.tokens()), tokens.end.min(l.tokens()));
-            LayerTrace { ids: l.ids[start * l.top_k..end.max(start) * l.top_k].to_vec(), ..l.clone() }
+            let tokens = l.clamp(tokens.clone());
+            LayerTrace { ids: l.ids[tokens.start * l.top_k..tokens.end * l.top_k].to_vec(), ..l.clone() }
         };
         Trace { layers: self.layers.iter().map(layer).collect() }
     }
@@ -214,6 +230,9 @@ mod tests {
         assert_eq!((trace.tokens(), heat.layers()[1].tokens), (3, 0));
         assert_eq!(trace.part(1..9).layers()[0].ids, [3, -1, 1, 3]);
         assert_eq!(trace.part(8..9).tokens(), 0);
+        assert_eq!(trace.layers()[0].counts(1..usize::MAX), [0, 1, 0, 2]);
+        let many = LayerTrace { layer: 1, experts: 1 << 40, top_k: 2, ids: vec![] };
+        assert!(Trace::new(vec![many]).unwrap_err().to_string().contains("more than any layer has"));
     }
 
     #[test]

@@ -29,7 +29,8 @@ pub(crate) use tier::difference;
 ///
 /// # Errors
 /// A shape that the format cannot have, `values` of another length, or a value that the format cannot hold: NaN and
-/// infinities except in F32, F16 and BF16, and numbers beyond the format's range, or 2^60 but in these. The message gives row and column.
+/// infinities except in F32, F16 and BF16, and numbers beyond the format's range or, except in F32 and BF16, of 2^60 and more. The message gives row
+/// and column.
 pub fn encode(format: Format, rows: usize, cols: usize, values: &[f32]) -> Result<Matrix, String> {
     encode_weighted(format, rows, cols, values, None)
 }
@@ -187,7 +188,12 @@ fn encode_bands(
         values.resize(range.len() * cols, 0.0);
         read(range, values);
         if let Some(i) = rows::unfit(format, values) {
-            return Err(format!("{format} cannot hold value [{}, {}], {}", first + i / cols, i % cols, values[i]));
+            return Err(format!(
+                "{format} cannot be made of value [{}, {}], {}",
+                first + i / cols,
+                i % cols,
+                values[i]
+            ));
         }
         match &order {
             None => tier::encode(Band { format, cols, values, codes, scales, zeros, global }, weights.as_deref()),

@@ -8,7 +8,7 @@ use crate::format::fp8::{E4M3, TILE, f32_to_e4m3};
 use crate::format::mx::{self, E2M1, e8m0_to_f32, f32_to_e2m1};
 use crate::format::{Format, Group};
 
-/// Position of the first value that the format cannot hold, whatever its scales.
+/// Position of the first value that the format cannot hold, whatever its scales, or that searches for these cannot sum.
 pub(super) fn unfit(format: Format, values: &[f32]) -> Option<usize> {
     match format {
         Format::F32 => None,

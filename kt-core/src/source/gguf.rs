@@ -11,7 +11,7 @@ use bytes::Bytes;
 use super::fingerprint::Fingerprint;
 use super::map::Map;
 use super::metadata::{Metadata, Value};
-use super::model::MOST_LAYERS;
+use super::model::too_many_layers;
 use super::names::{self, Family};
 use super::{Stored, WeightSource};
 use crate::error::{Error, Result};
@@ -146,8 +146,7 @@ impl GgufSource {
         // The last layers may be for multi-token prediction.
         let extra = source.value("nextn_predict_layers").and_then(Value::as_usize).unwrap_or(0);
         source.blocks = source.count("block_count")?.saturating_sub(extra);
-        if source.blocks > MOST_LAYERS {
-            let what = format!("is {}, more than the {MOST_LAYERS} layers that a model may have here", source.blocks);
+        if let Some(what) = too_many_layers(source.blocks) {
             return Err(source.fail_key("block_count", what));
         }
         source.layers = source.read_layers()?;

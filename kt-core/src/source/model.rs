@@ -15,7 +15,13 @@ use crate::routing::Routing;
 const MOST: usize = 1 << 24;
 
 /// No model has more layers.
-pub(crate) const MOST_LAYERS: usize = 1 << 14;
+const MOST_LAYERS: usize = 1 << 14;
+
+/// What is wrong with so many layers, if there are too many.
+pub(crate) fn too_many_layers(layers: usize) -> Option<String> {
+    (layers > MOST_LAYERS)
+        .then(|| format!("is {layers}, more than the {MOST_LAYERS} layers that a model may have here"))
+}
 
 /// A model by its config.
 pub struct Model {
@@ -48,8 +54,7 @@ impl Model {
             })
         };
         let blocks = number(&["num_hidden_layers"])?;
-        if blocks > MOST_LAYERS {
-            let what = format!("is {blocks}, more than the {MOST_LAYERS} layers that a model may have here");
+        if let Some(what) = too_many_layers(blocks) {
             return Err(Error::tensor(file, "num_hidden_layers", what));
         }
         let (experts, top_k) = (number(names::EXPERTS_KEYS)?, number(names::TOP_K_KEYS)?);

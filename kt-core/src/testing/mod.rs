@@ -91,8 +91,8 @@ pub fn bound(fit: &Fit) -> f64 {
 /// The tiers to test: those this CPU has, up to `KT_ISA`. Says which are skipped, and fails for those in `KT_REQUIRE`.
 pub fn tiers() -> Vec<Tier> {
     let cap = match std::env::var("KT_ISA") {
-        Ok(name) => name.parse().unwrap_or_else(|e| panic!("KT_ISA: {e}")),
-        Err(_) => Tier::Amx,
+        Ok(name) if !name.is_empty() => name.parse().unwrap_or_else(|e| panic!("KT_ISA: {e}")),
+        _ => Tier::Amx,
     };
     let required = std::env::var("KT_REQUIRE").unwrap_or_default();
     for tier in Tier::ALL {
@@ -471,6 +471,7 @@ pub fn teams() -> crate::Result<Vec<(String, Arc<Team>)>> {
 fn mixed(backend: &dyn Backend, formats: &[(Format, f64)], failures: &mut Vec<String>) {
     let alone = Team::oversubscribed(1).unwrap_or_else(|e| panic!("{e}"));
     let others = formats.iter().cycle().skip(1);
+    let mut ran = 0;
     for (&(a, bound_a), &(b, bound_b)) in formats.iter().zip(others) {
         for three in [[a, b, a], [a, a, b], [b, b, a]] {
             let label = format!("{} {}, {}, {}", backend.name(), three[0], three[1], three[2]);
@@ -488,6 +489,7 @@ fn mixed(backend: &dyn Backend, formats: &[(Format, f64)], failures: &mut Vec<St
             let all: Vec<u32> = (0..experts as u32).collect();
             match load(backend, &source, &all, &alone) {
                 Ok(bank) => {
+                    ran += 1;
                     let naive = Naive::new(&source);
                     let bound = bound_a.max(bound_b);
                     let case = Case { bank: &*bank, naive: &naive, experts, bound, many_rows: false };
@@ -495,6 +497,12 @@ fn mixed(backend: &dyn Backend, formats: &[(Format, f64)], failures: &mut Vec<St
                 }
                 Err(e) => failures.push(format!("{label}: load: {e}")),
             }
+        }
+    }
+    if formats.len() > 1 {
+        eprintln!("{} layers of two formats: {ran} ran", backend.name());
+        if ran == 0 {
+            failures.push(format!("{}: takes {} formats, and no layer of two", backend.name(), formats.len()));
         }
     }
 }

@@ -4,6 +4,7 @@
 //! X.weight BF16 F16 F32                                                       as is
 //! X.weight F8_E4M3   X.weight_scale_inv, .weight_scale or .scale [N/128, K/128] FP8 blocks
 //!                                               … [N, 1] or [N]               FP8 per channel
+//!                                               … [], [1] or [1, 1]           the same, one scale for all
 //!                                               … E8M0 [N, K/32]              MXFP8
 //! X.weight I8 [N, K/2]   X.scale E8M0 [N, K/32]                               MXFP4
 //! X.weight I8        X.weight_scale [N, 1], [N] or [N, K/g]                   INT8
@@ -59,6 +60,11 @@ pub type Named<'a> = (&'a str, &'a Tensor);
 
 enum Stored<'a> {
     AsIs(Matrix),
+    /// FP8 with one scale, which all rows get.
+    OneScale {
+        codes: Named<'a>,
+        scale: Named<'a>,
+    },
     /// NVFP4 and the factor of its scales.
     Factor(Matrix, &'a Tensor, fn(f32) -> Global),
     /// compressed-tensors `pack-quantized`: zero points in words, groups of columns, and the shape that the data tells.
@@ -89,7 +95,7 @@ impl<'a> Linear<'a> {
             Stored::AsIs(matrix) | Stored::Factor(matrix, ..) | Stored::Packed { matrix, .. } => {
                 matrix.scales().map(|scales| scales.kind())
             }
-            Stored::Signed { scales, .. } => scale_type(shards, *scales).ok(),
+            Stored::Signed { scales, .. } | Stored::OneScale { scale: scales, .. } => scale_type(shards, *scales).ok(),
             Stored::Transposed(t) => scale_type(shards, t.scales()).ok(),
         }
     }
@@ -104,6 +110,11 @@ impl<'a> Linear<'a> {
         let (format, rows, cols) = (self.format, self.rows, self.cols);
         match self.stored {
             Stored::AsIs(matrix) => Ok(matrix),
+            Stored::OneScale { codes, scale } => {
+                let scales = (shards.bytes(scale.1).repeat(rows), scale_type(shards, scale)?);
+                let scales = Some((scales.0.into(), scales.1));
+                Matrix::new(format, rows, cols, shards.bytes(codes.1), scales).map_err(|e| shards.fail(codes.0, e))
+            }
             Stored::Factor(matrix, factor, global) => {
                 Ok(matrix.with_global_scale(global(f32_at(&shards.bytes(factor), 0))))
             }
@@ -177,10 +188,18 @@ pub fn linear<'a>(
                 [r, c] if e8m0(scale) && r == rows && c.checked_mul(mx::COLS) == Some(cols) => Format::Mxfp8,
                 [r, c] if (r, c) == (rows.div_ceil(fp8::TILE), cols.div_ceil(fp8::TILE)) => Format::Fp8Block,
                 [n] | [n, 1] if n == rows => Format::Fp8Channel,
+                [] | [1] | [1, 1] => {
+                    let (format, kind) = (Format::Fp8Channel, scale_type(shards, (scale_name, scale))?);
+                    if !format.takes_scales(kind) {
+                        return Err(shards.fail(scale_name, format!("is {kind:?}; {format} has no such scales")));
+                    }
+                    let stored = Stored::OneScale { codes: (name, codes), scale: (scale_name, scale) };
+                    return Ok(Linear { name, format, rows, cols, stored });
+                }
                 _ => {
                     let what = format!(
-                        "has shape {:?}; FP8 weights [{rows}, {cols}] need a scale per row, per block of 128 x 128, or (E8M0) per \
-                         32 columns",
+                        "has shape {:?}; FP8 weights [{rows}, {cols}] need one scale, or one per row, per block of 128 x 128, or \
+                         (E8M0) per 32 columns",
                         scale.shape
                     );
                     return Err(shards.fail(scale_name, what));
