@@ -28,7 +28,7 @@ use self::dispatch::{Dispatch, Shared};
 use self::record::{Line, Machine};
 use self::scheduling::Scheduling;
 use self::shape::{Formats, Shape, Shapes};
-use crate::limits::{Factors, Meter, READ_BYTES};
+use crate::limits::{Factors, Meter, READ_BYTES, cpus_of};
 use crate::options::{RuntimeArgs, cache_text};
 use crate::system::System;
 
@@ -99,9 +99,12 @@ pub fn run(mut args: BenchArgs) -> anyhow::Result<()> {
             available.from
         );
     }
-    if !(args.seconds > 0.0 && args.seconds.is_finite()) || args.memory_gib.is_some_and(|g| !(g > 0.0 && g.is_finite()))
-    {
-        bail!("--seconds and --memory-gib must be above 0");
+    // A day for each case is more than anybody waits.
+    if !(args.seconds > 0.0 && args.seconds <= 86_400.0) {
+        bail!("--seconds must be above 0 and at most 86400");
+    }
+    if args.memory_gib.is_some_and(|g| !(g > 0.0 && g.is_finite())) {
+        bail!("--memory-gib must be above 0");
     }
     let earlier = args.compare.as_deref().map(Earlier::read).transpose()?;
     let runtime = args.runtime.build()?;
@@ -156,7 +159,8 @@ fn measure(
     let cap = args.runtime.isa.unwrap_or(Tier::Amx);
     let machine = Machine::here(&system, Tier::detect(cap).to_string(), runtime.threads());
     let bytes = READ_BYTES.min(system.available().bytes / 8);
-    let meter = Meter::new(runtime.threads(), system.topology().allowed(), bytes, cap)?;
+    let cpus = cpus_of(runtime.team().topology(), runtime.threads());
+    let meter = Meter::new(runtime.threads(), &cpus, bytes, cap)?;
     let limits = meter.measure();
     // Of JSON, only that goes to standard output.
     let tell = |text: String| {

@@ -14,7 +14,7 @@ use serde_json::json;
 
 use crate::eval::{Score, score};
 use crate::host::Rows;
-use crate::model::{ModelArgs, Opened, memory_line, read_text, resident_bytes, start_rayon, with_progress_bar};
+use crate::model::{ModelArgs, memory_line, read_text, resident_bytes, start_rayon, with_progress_bar};
 use crate::options::RuntimeArgs;
 
 /// Convert a checkpoint: a directory of safetensors, or a GGUF file, in any format to any other.
@@ -127,6 +127,7 @@ pub fn run(args: ConvertArgs) -> Result<()> {
     if args.window < 2 {
         bail!("--window must be at least 2: the first token of a window is not predicted");
     }
+    // Whatever the options of the runtime ask for that cannot be is told now.
     let runtime = args.runtime.build()?;
     // Unless told otherwise, encoders take all CPUs, not one a core as products do.
     start_rayon(args.runtime.threads.map_or(0, |_| runtime.threads()))?;
@@ -148,20 +149,19 @@ pub fn run(args: ConvertArgs) -> Result<()> {
         shard_bytes: args.shard_size,
     };
     let conversion = Conversion::plan(source, &args.output, options)?;
-    let evaluation = args.eval.as_ref().map(|text| Evaluating::prepare(&args, text, runtime)).transpose()?;
+    if !args.dry_run && conversion.is_published()? {
+        eprintln!("complete already: an earlier run finished it");
+        return Ok(());
+    }
+    let text = args.eval.as_ref().map(|text| text_for(&args, text, runtime)).transpose()?;
     eprintln!("output   {}, {}", args.output.display(), human_bytes(conversion.bytes()));
     for note in conversion.notes() {
         eprintln!("note     {note}");
     }
     if args.dry_run {
-        let empty = || std::fs::read_dir(&args.output).is_ok_and(|mut entries| entries.next().is_none());
-        if args.output.exists() && !(Container::of(&args.output) == Container::Safetensors && empty()) {
+        if conversion.is_taken() {
             eprintln!("note     {} is there already, and is never overwritten", args.output.display());
         }
-        return Ok(());
-    }
-    if conversion.is_published()? {
-        eprintln!("complete already: an earlier run finished it");
         return Ok(());
     }
     let (progress, start) = (Progress::default(), Instant::now());
@@ -170,7 +170,7 @@ pub fn run(args: ConvertArgs) -> Result<()> {
     let rate = conversion.bytes() as f64 / 1e6 / seconds.max(1e-9);
     eprintln!("written  in {seconds:.2} s, {rate:.0} MB/s of output");
     eprint!("{}", summary(finished.report()));
-    let evaluation = evaluation.map(|with| with.measure(&args, &finished)).transpose()?;
+    let evaluation = text.map(|ids| evaluate(&args, &ids, &conversion, &finished)).transpose()?;
     let json = evaluation.as_ref().map(Evaluation::to_json);
     if let Some(e) = &evaluation {
         eprintln!(
@@ -243,62 +243,49 @@ impl Evaluation {
     }
 }
 
-/// What an evaluation needs, had before anything is converted, so that what is wrong with it is told then.
-struct Evaluating {
-    /// The source.
-    opened: Opened,
-    /// The text.
-    ids: Vec<u32>,
+/// The text of an evaluation, and whatever is wrong with it or with running the source: before anything is converted.
+fn text_for(args: &ConvertArgs, text: &Path, runtime: Runtime) -> Result<Vec<u32>> {
+    let model = model_args(args, args.model.clone());
+    let opened = model.open_on(runtime)?;
+    let ids = model.tokenizer(&opened)?.encode(&read_text(text)?)?;
+    if ids.len() < 2 {
+        bail!("{}: too short to predict anything", text.display());
+    }
+    opened.check_room(args.window.min(ids.len()), Rows::All)?;
+    Ok(ids)
 }
 
-impl Evaluating {
-    fn prepare(args: &ConvertArgs, text: &Path, runtime: Runtime) -> Result<Self> {
-        let model = model_args(args, args.model.clone());
-        let opened = model.open_on(runtime)?;
-        let ids = model.tokenizer(&opened)?.encode(&read_text(text)?)?;
-        if ids.len() < 2 {
-            bail!("{}: too short to predict anything", text.display());
-        }
-        opened.check_room(args.window.min(ids.len()), Rows::All)?;
-        Ok(Evaluating { opened, ids })
+/// Runs both models over the text, one after the other: the logits of the first wait in a file.
+fn evaluate(args: &ConvertArgs, ids: &[u32], conversion: &Conversion, finished: &Finished<'_>) -> Result<Evaluation> {
+    let mut name = conversion.output().as_os_str().to_owned();
+    name.push(".logits");
+    let logits = Removed(name.into());
+    let io = || logits.0.display().to_string();
+    let window = args.window.min(ids.len());
+    let mut file = BufWriter::new(File::create(&logits.0).with_context(io)?);
+    let loaded = model_args(args, args.model.clone()).open()?.load(window, Rows::All)?;
+    let source = score(&loaded, ids, args.window, |rows| {
+        rows.iter().try_for_each(|l| file.write_all(&l.to_le_bytes())).with_context(io)
+    })?;
+    file.into_inner().map_err(|e| e.into_error()).with_context(io)?;
+    let vocabulary = loaded.vocabulary();
+    drop(loaded);
+    let mut file = BufReader::new(File::open(&logits.0).with_context(io)?);
+    let loaded = model_args(args, Some(finished.path())).open()?.load(window, Rows::All)?;
+    if loaded.vocabulary() != vocabulary {
+        bail!("the output has a vocabulary of {}, the source one of {vocabulary}", loaded.vocabulary());
     }
-
-    /// Runs both models over the text, one after the other: the logits of the first wait in a file.
-    fn measure(self, args: &ConvertArgs, finished: &Finished<'_>) -> Result<Evaluation> {
-        let Evaluating { opened, ids } = self;
-        // Beside it: without what its name may end with.
-        let mut name = args.output.components().collect::<PathBuf>().into_os_string();
-        name.push(".logits");
-        let logits = Removed(name.into());
-        let io = || logits.0.display().to_string();
-        let window = args.window.min(ids.len());
-        let mut file = BufWriter::new(File::create(&logits.0).with_context(io)?);
-        let loaded = opened.load(window, Rows::All)?;
-        let source = score(&loaded, &ids, args.window, |rows| {
-            rows.iter().try_for_each(|l| file.write_all(&l.to_le_bytes())).with_context(io)
-        })?;
-        file.into_inner().map_err(|e| e.into_error()).with_context(io)?;
-        let vocabulary = loaded.vocabulary();
-        drop(loaded);
-        // All else of it goes before the output comes.
-        let runtime = { opened }.runtime;
-        let mut file = BufReader::new(File::open(&logits.0).with_context(io)?);
-        let loaded = model_args(args, Some(finished.path())).open_on(runtime)?.load(window, Rows::All)?;
-        if loaded.vocabulary() != vocabulary {
-            bail!("the output has a vocabulary of {}, the source one of {vocabulary}", loaded.vocabulary());
+    let mut divergence = 0.0;
+    let output = score(&loaded, ids, args.window, |rows| {
+        let mut before = vec![0u8; vocabulary * 4];
+        for after in rows.chunks_exact(vocabulary) {
+            file.read_exact(&mut before).with_context(io)?;
+            let before = before.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b));
+            divergence += kl_divergence(&before.collect::<Vec<_>>(), after);
         }
-        let mut divergence = 0.0;
-        let output = score(&loaded, &ids, args.window, |rows| {
-            let mut before = vec![0u8; vocabulary * 4];
-            for after in rows.chunks_exact(vocabulary) {
-                file.read_exact(&mut before).with_context(io)?;
-                let before = before.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b));
-                divergence += kl_divergence(&before.collect::<Vec<_>>(), after);
-            }
-            Ok(())
-        })?;
-        Ok(Evaluation { source, output, kl: divergence / ids.len() as f64 })
-    }
+        Ok(())
+    })?;
+    Ok(Evaluation { source, output, kl: divergence / ids.len() as f64 })
 }
 
 fn model_args(args: &ConvertArgs, model: Option<PathBuf>) -> ModelArgs {

@@ -3,10 +3,10 @@
 use kt::cpu::memory::zeroed_pages;
 use kt::cpu::tier::Tier;
 use kt::cpu::topology::{Node, Topology, cpu_ranges};
-use kt::plan::human_bytes;
+use kt::plan::{LimitKind, human_bytes};
 use kt::{Format, LayerSpec};
 
-use crate::limits::{Limits, Meter, READ_BYTES};
+use crate::limits::{Limits, Meter, READ_BYTES, cpus_of};
 use crate::options::threads_text;
 use crate::system::System;
 
@@ -64,7 +64,8 @@ pub fn run(args: DoctorArgs) -> anyhow::Result<()> {
     let limits = match args.measure {
         true => {
             let bytes = READ_BYTES.min(system.available().bytes / 4);
-            Some(Meter::new(topology.default_threads(), topology.allowed(), bytes, Tier::Amx)?.measure())
+            let threads = topology.default_threads();
+            Some(Meter::new(threads, &cpus_of(&topology, threads), bytes, Tier::Amx)?.measure())
         }
         false => None,
     };
@@ -320,7 +321,7 @@ fn memory(system: &System) -> Check {
         human_bytes(available.bytes),
         available.from
     );
-    if available.bytes < memory.available_bytes {
+    if available.kind == LimitKind::Cgroup && available.bytes < memory.available_bytes {
         return Check::warn(
             "memory",
             text,

@@ -114,8 +114,8 @@ impl LogitsFile {
     }
 
     fn write(&mut self, logits: &[f32]) -> Result<()> {
-        let bytes: Vec<u8> = logits.iter().flat_map(|l| l.to_le_bytes()).collect();
-        self.file.write_all(&bytes).with_context(|| self.path.display().to_string())
+        let mut each = logits.iter().map(|l| l.to_le_bytes());
+        each.try_for_each(|bytes| self.file.write_all(&bytes)).with_context(|| self.path.display().to_string())
     }
 
     fn finish(mut self) -> Result<()> {

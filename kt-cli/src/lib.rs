@@ -12,6 +12,22 @@ macro_rules! say {
     };
 }
 
+/// Lines on standard error, as std's; where nobody reads them, they are lost without a panic.
+macro_rules! eprintln {
+    ($($text:tt)*) => {{
+        use ::std::io::Write as _;
+        let _ = ::std::writeln!(::std::io::stderr(), $($text)*);
+    }};
+}
+
+/// Text on standard error, as std's: see `eprintln` above.
+macro_rules! eprint {
+    ($($text:tt)*) => {{
+        use ::std::io::Write as _;
+        let _ = ::std::write!(::std::io::stderr(), $($text)*);
+    }};
+}
+
 pub mod bench;
 pub mod convert;
 #[cfg(all(feature = "amx", target_arch = "x86_64"))]
@@ -29,6 +45,20 @@ pub mod plan;
 pub mod plugins;
 pub mod run;
 pub mod system;
+
+/// Whether what [`put`] wrote is read: of errors, only a closed pipe says that it is not.
+pub(crate) fn is_read(put: anyhow::Result<()>) -> anyhow::Result<bool> {
+    match put {
+        Ok(()) => Ok(true),
+        Err(e) if is_closed(&e) => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+/// Whether an error is that nobody reads standard output any more.
+pub fn is_closed(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
+}
 
 /// Writes to standard output, at once.
 ///

@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use kt::cpu::input::InputLayout;
 use kt::cpu::memory::zeroed_pages;
 use kt::cpu::tier::Tier;
+use kt::cpu::topology::Topology;
 
 use crate::options::threads_text;
 
@@ -121,6 +122,12 @@ impl Limits {
             "f32_tera_op_per_s": peak(&self.f32),
         })
     }
+}
+
+/// The CPUs that so many threads of a team have: those of its nodes, cores before siblings.
+pub fn cpus_of(topology: &Topology, threads: usize) -> Vec<usize> {
+    let shares = topology.allot(threads);
+    shares.iter().flat_map(|share| share.cpus.iter().copied().cycle().take(share.threads)).collect()
 }
 
 /// Keeps the calling thread on one CPU; where the system refuses, it runs wherever it is put.

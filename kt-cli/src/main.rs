@@ -1,5 +1,7 @@
 //! `kt`: run, measure and inspect Mixture-of-Experts models.
 
+use std::io::Write;
+
 use clap::{Parser, Subcommand};
 
 /// Run, measure and inspect Mixture-of-Experts models on CPU kernels.
@@ -38,16 +40,15 @@ fn main() -> std::process::ExitCode {
     match result {
         Ok(()) => std::process::ExitCode::SUCCESS,
         // Whoever read the output has seen enough. The error is found behind what is said of it, too.
-        Err(e) if e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe) => {
-            std::process::ExitCode::SUCCESS
-        }
+        Err(e) if kt_cli::is_closed(&e) => std::process::ExitCode::SUCCESS,
         Err(e) => {
             // Some errors tell their cause themselves: say it once.
             let text = e
                 .chain()
                 .map(|cause| cause.to_string())
                 .reduce(|text, cause| if text.contains(&cause) { text } else { format!("{text}: {cause}") });
-            eprintln!("kt: {}", text.unwrap_or_default());
+            // Where nobody reads it, the code alone says that it failed.
+            let _ = writeln!(std::io::stderr(), "kt: {}", text.unwrap_or_default());
             std::process::ExitCode::FAILURE
         }
     }

@@ -62,8 +62,10 @@ pub(crate) fn extension(path: &Path) -> Option<String> {
 
 /// A model's headers, read and checked.
 pub struct Opened {
-    /// The checkpoint.
+    /// The checkpoint, its experts re-encoded if it was asked for.
     pub source: Arc<dyn WeightSource>,
+    /// The checkpoint as it is.
+    pub stored: Arc<dyn WeightSource>,
     /// Its shape.
     pub config: ModelConfig,
     /// What will run it.
@@ -117,6 +119,7 @@ impl ModelArgs {
             Some(path) => (kt::open(path)?, path.display().to_string()),
             None => (built_in()?, "the built-in tiny model".to_owned()),
         };
+        let stored = source.clone();
         if let Some(format) = self.experts_as {
             source = Arc::new(Requantized::new(source, [format; 3])?);
         }
@@ -128,7 +131,7 @@ impl ModelArgs {
         if let Some(path) = &trace {
             check_writable(path)?;
         }
-        Ok(Opened { source, config, runtime, name, stored_as: self.experts_as, placement, defer, trace })
+        Ok(Opened { source, stored, config, runtime, name, stored_as: self.experts_as, placement, defer, trace })
     }
 
     /// The tokenizer named on the command line, or the model's own.

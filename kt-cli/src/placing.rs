@@ -83,8 +83,9 @@ impl PlacementArgs {
         let devices: Vec<&kt::Candidate> = runtime.candidates().iter().filter(is_device).collect();
         if devices.is_empty() {
             let why = |c: &kt::Candidate| c.backend.as_ref().err().map(|why| format!("; {}: {why}", c.name));
-            // Of a plugin's file, the name need not begin with it. Others run on CPUs, and why they do not is of no interest here.
-            let for_gpus = runtime.candidates().iter().filter(|c| c.name.contains("cuda"));
+            // Those that run on CPUs, and why they do not, are of no interest here.
+            const CPU: [&str; 5] = ["amx", "avx512", "llamafile", "blis", "portable"];
+            let for_gpus = runtime.candidates().iter().filter(|c| !CPU.contains(&c.name.as_str()));
             let reasons: String = for_gpus.filter_map(why).collect();
             let build =
                 if cfg!(feature = "cuda") { "" } else { "; this build has none for GPUs: build with --features cuda" };

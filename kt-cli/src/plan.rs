@@ -10,7 +10,7 @@ use kt::quantize::Requantized;
 use kt::{Format, LoadOptions, Plan, Runtime};
 
 use crate::host::{Model, ModelConfig, Rows, Tokenizer};
-use crate::limits::{Meter, READ_BYTES};
+use crate::limits::{Meter, READ_BYTES, cpus_of};
 use crate::options::{RuntimeArgs, threads_text};
 use crate::placing::PlacementArgs;
 use crate::system::System;
@@ -118,7 +118,8 @@ impl Speed {
     fn measure(runtime: &Runtime, isa: Option<Tier>, plan: &Plan) -> anyhow::Result<Speed> {
         let system = System::here();
         let bytes = READ_BYTES.min(system.available().bytes / 8);
-        let meter = Meter::new(runtime.threads(), system.topology().allowed(), bytes, isa.unwrap_or(Tier::Amx))?;
+        let cpus = cpus_of(runtime.team().topology(), runtime.threads());
+        let meter = Meter::new(runtime.threads(), &cpus, bytes, isa.unwrap_or(Tier::Amx))?;
         let read_gb_per_s = meter.read_gb_per_s();
         Ok(Speed { read_gb_per_s, tokens_per_s: plan.tokens_per_second(read_gb_per_s * 1e9) })
     }

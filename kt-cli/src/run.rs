@@ -11,7 +11,7 @@ use crate::host::text::TextStream;
 use crate::host::{Cache, Rows, Sampler};
 use crate::model::{ModelArgs, check_writable, memory_line};
 use crate::observe::ObserveArgs;
-use crate::put;
+use crate::{is_read, put};
 
 /// What the built-in model continues when it is not told otherwise.
 const DEFAULT_PROMPT: &str = "The ownership system in Rust";
@@ -70,7 +70,13 @@ pub fn run(args: RunArgs) -> Result<()> {
     let opened = args.model.open()?;
     args.observe.check()?;
     if let Some(path) = &args.importance {
-        check_writable(path)?;
+        // Written beside, and renamed.
+        if path.exists() && !path.is_file() {
+            bail!("{}: not a plain file, and --importance would take its place", path.display());
+        }
+        let mut beside = path.clone().into_os_string();
+        beside.push(".partial");
+        check_writable(beside.as_ref())?;
     }
     let tokenizer = args.model.tokenizer(&opened)?;
     let ids = tokenizer.encode_prompt(&prompt)?;
@@ -81,12 +87,10 @@ pub fn run(args: RunArgs) -> Result<()> {
     let positions = ids.len() + most;
     let mut model = opened.load(positions, Rows::Last)?;
     if args.importance.is_some() {
-        model.record_importance(Recorder::new(opened.source.clone()));
+        model.record_importance(Recorder::new(opened.stored.clone()));
     }
     let mut cache = Cache::new(model.config(), positions)?;
-    if !args.no_echo {
-        put(&prompt)?;
-    }
+    let mut read = args.no_echo || is_read(put(&prompt))?;
 
     let start = Instant::now();
     let mut logits = model.forward(&ids, &mut cache, Rows::Last)?;
@@ -99,6 +103,12 @@ pub fn run(args: RunArgs) -> Result<()> {
     let start = Instant::now();
     let mut moved = start;
     let ended = loop {
+        if !read {
+            break "nobody reading on";
+        }
+        if !logits.iter().any(|l| l.is_finite()) {
+            bail!("{}: no logit is a number after {generated} tokens; weights or config are broken", opened.name);
+        }
         if generated == most {
             break "the number of tokens asked for";
         }
@@ -108,7 +118,7 @@ pub fn run(args: RunArgs) -> Result<()> {
             break "the model's end of text";
         }
         let piece = stream.push(id)?;
-        put(&piece.text)?;
+        read = is_read(put(&piece.text))?;
         if piece.stopped {
             break "a stop text";
         }
@@ -125,9 +135,9 @@ pub fn run(args: RunArgs) -> Result<()> {
         }
     };
     if ended != "a stop text" {
-        put(stream.finish()?.text)?;
+        is_read(put(stream.finish()?.text))?;
     }
-    say!("")?;
+    is_read(say!(""))?;
     let decode = start.elapsed();
     let speed = |tokens: usize, time: Duration| {
         let seconds = time.as_secs_f64();

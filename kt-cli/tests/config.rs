@@ -34,6 +34,15 @@ fn errors_name_the_key() {
     assert!(text.contains("qwen2_moe") && text.contains("qwen3_moe") && text.contains("deepseek_v3"), "{text}");
     let text = error(|c| c["rope_scaling"] = serde_json::json!({"rope_type": "llama3", "factor": 8.0}));
     assert!(text.contains("rope_scaling.rope_type") && text.contains("llama3") && text.contains("yarn"), "{text}");
+    let text = error(|c| c["rope_scaling"] = "yarn".into());
+    assert!(text.contains("rope_scaling") && text.contains("no object"), "{text}");
+    let text = error(|c| c["rope_scaling"] = serde_json::json!({"rope_type": 7, "factor": 8.0}));
+    assert!(text.contains("rope_scaling.rope_type") && text.contains("no text"), "{text}");
+    let text = error(|c| {
+        c["rope_theta"] = 1.0.into();
+        c["rope_scaling"] = serde_json::json!({"rope_type": "yarn", "factor": 8.0});
+    });
+    assert!(text.contains("rope_scaling.rope_type") && text.contains("a base of 1"), "{text}");
     let text = error(|c| c["num_key_value_heads"] = 3.into());
     assert!(text.contains("num_key_value_heads") && text.contains('3'), "{text}");
     let text = error(|c| c["rms_norm_eps"] = "small".into());
@@ -79,4 +88,12 @@ fn newer_and_longer_rope_settings_are_read() {
     let yarn = rope.yarn.unwrap();
     assert_eq!((rope.theta, yarn.factor, yarn.original_positions, yarn.query_factor), (5000.0, 4.0, 256.0, 1.0));
     assert!((yarn.attention_factor - (0.1 * 4f64.ln() + 1.0)).abs() < 1e-12);
+    // The base may be outside.
+    let apart = with_config(|c| {
+        c["rope_theta"] = 7000.0.into();
+        c["rope_parameters"] =
+            serde_json::json!({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64});
+    });
+    let rope = ModelConfig::read(&apart.unwrap()).unwrap().rope;
+    assert_eq!((rope.theta, rope.yarn.unwrap().factor), (7000.0, 8.0));
 }

@@ -368,20 +368,31 @@ impl Keys<'_> {
         if !dim.is_multiple_of(2) {
             return Err(Error::file(self.path, format!("rotary positions over an odd number of columns, {dim}")).into());
         }
-        // Newer directories keep base and scaling together in `rope_parameters`.
-        let section =
-            if self.raw(("rope_parameters.rope_theta", "")).is_some() { "rope_parameters" } else { "rope_scaling" };
+        // Newer directories keep scaling, and most of them the base, in `rope_parameters`.
+        let section = if self.raw(("rope_parameters", "")).is_some() { "rope_parameters" } else { "rope_scaling" };
+        if !self.is_gguf() && self.raw((section, "")).is_some_and(|v| !matches!(v, Scalar::Other)) {
+            return Err(self.wrong((section, ""), "is no object").into());
+        }
         let named = |name: &str| format!("{section}.{name}");
         let number = |name: &str, gguf: &str| self.optional_number((&named(name), gguf));
-        let theta = match section {
-            "rope_parameters" => self.positive((&named("rope_theta"), ""))?,
+        let theta = match self.raw((&named("rope_theta"), "")) {
+            Some(_) if !self.is_gguf() => self.positive((&named("rope_theta"), ""))?,
             _ => self.positive(("rope_theta", "rope.freq_base"))?,
         };
         let kinds = [named("rope_type"), named("type")];
-        let kind = kinds.iter().map(|k| (k.as_str(), "rope.scaling.type")).find_map(|key| Some((key, self.text(key)?)));
+        let keys = kinds.iter().map(|k| (k.as_str(), "rope.scaling.type"));
+        if let Some(key) = keys.clone().find(|&key| self.raw(key).is_some_and(|v| !matches!(v, Scalar::Text(_)))) {
+            return Err(self.wrong(key, "is no text").into());
+        }
+        let kind = keys.into_iter().find_map(|key| Some((key, self.text(key)?)));
         let yarn = match kind {
             None => None,
             Some((_, kind)) if kind == "default" || kind == "none" => None,
+            Some((key, kind)) if kind == "yarn" && theta <= 1.0 => {
+                return Err(self
+                    .wrong(key, &format!("is yarn, which a base of {theta} has no frequencies for"))
+                    .into());
+            }
             Some((_, kind)) if kind == "yarn" => {
                 let factor = self.positive((&named("factor"), "rope.scaling.factor"))?;
                 let original = named("original_max_position_embeddings");

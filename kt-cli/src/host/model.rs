@@ -88,7 +88,7 @@ impl Cache {
     /// An empty cache with room for `capacity` tokens.
     ///
     /// # Errors
-    /// The memory cannot be had.
+    /// A shape that cannot be. The memory is what the plan counted; where the system refuses it all the same, the program ends.
     pub fn new(config: &ModelConfig, capacity: usize) -> Result<Self> {
         let zeros =
             |heads, width| Tensor::zeros((heads, capacity.max(1), width), candle_core::DType::F32, &Device::Cpu);

@@ -16,7 +16,7 @@ impl Sampler {
     /// and of those among the fewest whose probabilities reach `top_p`.
     ///
     /// # Errors
-    /// A temperature that is negative or not finite, or `top_p` outside `0..=1`.
+    /// A temperature that is negative or not finite, or a `top_p` of 0 or less or above 1.
     pub fn new(temperature: f32, top_k: usize, top_p: f32, seed: u64) -> Result<Self> {
         if !(temperature.is_finite() && temperature >= 0.0) {
             bail!("the temperature must be a finite number, 0 or more, got {temperature}");

@@ -12,6 +12,9 @@ pub struct TextStream<'a> {
     window: Vec<u32>,
     /// Length of the first part.
     context: usize,
+    /// Bytes of the window's text behind that of the context which were given out, and the tokens that there were then.
+    given: usize,
+    given_at: usize,
     /// Text that may be the start of a stop.
     held: String,
 }
@@ -32,7 +35,7 @@ impl<'a> TextStream<'a> {
     /// A stream that ends before the first occurrence of one of `stops`.
     pub fn new(tokenizer: &'a Tokenizer, stops: &[String]) -> Self {
         let stops = stops.iter().filter(|s| !s.is_empty()).cloned().collect();
-        TextStream { tokenizer, stops, window: Vec::new(), context: 0, held: String::new() }
+        TextStream { tokenizer, stops, window: Vec::new(), context: 0, given: 0, given_at: 0, held: String::new() }
     }
 
     /// The text that `id` completes.
@@ -42,10 +45,22 @@ impl<'a> TextStream<'a> {
     pub fn push(&mut self, id: u32) -> Result<Piece> {
         self.window.push(id);
         let text = self.tokenizer.decode(&self.window)?;
-        if text.ends_with(char::REPLACEMENT_CHARACTER) && self.window.len() - self.context < PATIENCE {
+        let whole = text.trim_end_matches(char::REPLACEMENT_CHARACTER);
+        if whole.len() == text.len() {
+            return self.take(&text);
+        }
+        // Whole characters in front of one that is not complete are given out, and its tokens stay with theirs.
+        let before = self.tokenizer.decode(&self.window[..self.context])?;
+        let new = whole.get(before.len() + self.given..).unwrap_or_default();
+        if !new.is_empty() {
+            self.held += new;
+            (self.given, self.given_at) = (whole.len() - before.len(), self.window.len());
+            return Ok(self.unheld());
+        }
+        if self.window.len() - self.given_at.max(self.context) < PATIENCE {
             return Ok(Piece { text: String::new(), stopped: false });
         }
-        self.take(text)
+        self.take(&text)
     }
 
     /// What is left at the end, complete or not.
@@ -54,7 +69,7 @@ impl<'a> TextStream<'a> {
     /// As [`TextStream::push`].
     pub fn finish(&mut self) -> Result<Piece> {
         let text = self.tokenizer.decode(&self.window)?;
-        let mut piece = self.take(text)?;
+        let mut piece = self.take(&text)?;
         if !piece.stopped {
             piece.text += &std::mem::take(&mut self.held);
         }
@@ -62,19 +77,25 @@ impl<'a> TextStream<'a> {
     }
 
     /// Gives out the part of the window's text that is new.
-    fn take(&mut self, text: String) -> Result<Piece> {
+    fn take(&mut self, text: &str) -> Result<Piece> {
         let before = self.tokenizer.decode(&self.window[..self.context])?;
-        self.held += text.get(before.len()..).unwrap_or_default();
+        self.held += text.get(before.len() + self.given..).unwrap_or_default();
         self.window.drain(..self.context);
         self.context = self.window.len();
+        (self.given, self.given_at) = (0, 0);
+        Ok(self.unheld())
+    }
+
+    /// Gives out what cannot be the start of a stop, or what is in front of one.
+    fn unheld(&mut self) -> Piece {
         if let Some(at) = self.stops.iter().filter_map(|s| self.held.find(s.as_str())).min() {
             self.held.truncate(at);
-            return Ok(Piece { text: std::mem::take(&mut self.held), stopped: true });
+            return Piece { text: std::mem::take(&mut self.held), stopped: true };
         }
         let may_start_a_stop = |rest: &str| self.stops.iter().any(|s| s.starts_with(rest));
         let cut = self.held.char_indices().map(|(i, _)| i).find(|&i| may_start_a_stop(&self.held[i..]));
         let rest = self.held.split_off(cut.unwrap_or(self.held.len()));
-        Ok(Piece { text: std::mem::replace(&mut self.held, rest), stopped: false })
+        Piece { text: std::mem::replace(&mut self.held, rest), stopped: false }
     }
 }
 
@@ -97,6 +118,27 @@ mod tests {
         pieces.push(stream.finish().unwrap().text);
         assert!(!pieces.concat().contains(char::REPLACEMENT_CHARACTER));
         assert_eq!(pieces.concat(), text);
+    }
+
+    /// Tokens that end in the middle of a character, one after another, for longer than anybody waits for one.
+    #[test]
+    fn tokens_across_characters_come_whole() {
+        let tokenizer = tokenizer();
+        let bytes = |text: &str| tokenizer.encode(text).unwrap();
+        let ids = bytes("😀");
+        assert!(ids.len() > 1, "of several tokens");
+        let whole = "😀".repeat(3 * PATIENCE);
+        let all: Vec<u32> = (0..3 * PATIENCE).flat_map(|_| ids.clone()).collect();
+        // As a tokenizer would cut them that has the end of one with the start of the next: what is pushed at once ends in the middle.
+        let mut stream = TextStream::new(&tokenizer, &[]);
+        let mut text = String::new();
+        stream.window.extend(&all[..1]);
+        for pair in all[1..].chunks(ids.len()) {
+            stream.window.extend(&pair[..pair.len() - 1]);
+            text += &stream.push(pair[pair.len() - 1]).unwrap().text;
+        }
+        text += &stream.finish().unwrap().text;
+        assert_eq!(text, whole);
     }
 
     #[test]

@@ -50,7 +50,10 @@ impl Tokenizer {
     }
 
     fn from_json(bytes: &[u8]) -> Result<Self> {
-        let inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| anyhow!("not a tokenizer: {e}"))?;
+        let wrong = |e| anyhow!("not a tokenizer: {e}");
+        let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(wrong)?;
+        // As training left them: they would cut texts, or fill them up.
+        inner.with_truncation(None).map_err(wrong)?.with_padding(None);
         Ok(Tokenizer { inner, first: None })
     }
 
@@ -186,6 +189,23 @@ mod tests {
             assert_eq!(gguf.decode(&ids).unwrap(), json.decode(&ids).unwrap(), "{text:?}");
         }
         assert!(json.encode(TEXTS[2]).unwrap().starts_with(&[0]));
+    }
+
+    #[test]
+    fn texts_are_neither_cut_nor_filled_up() {
+        let json = std::fs::read(format!("{REFERENCE}/bf16/tokenizer.json")).unwrap();
+        let ids = Tokenizer::from_json(&json).unwrap().encode(TEXTS[0]).unwrap();
+        let mut json: serde_json::Value = serde_json::from_slice(&json).unwrap();
+        json["truncation"] = serde_json::json!({
+            "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0
+        });
+        json["padding"] = serde_json::json!({
+            "strategy": {"Fixed": 64}, "direction": "Left", "pad_to_multiple_of": null, "pad_id": 0, "pad_type_id": 0,
+            "pad_token": "<|pad|>"
+        });
+        let as_trained = Tokenizer::from_json(json.to_string().as_bytes()).unwrap();
+        assert_eq!(as_trained.encode(TEXTS[0]).unwrap(), ids);
+        assert!(ids.len() > 3 && ids.len() < 64);
     }
 
     #[test]
