@@ -6,12 +6,14 @@
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod check {
     use kt_amx::{Amx, Crossover};
+    use kt_core::cpu::CpuBackend;
     use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
+    use kt_core::cpu::portable::Portable;
     use kt_core::cpu::tier::Tier;
     use kt_core::source::WeightSource;
     use kt_core::source::synthetic::SyntheticSource;
-    use kt_core::testing::{Random, Rows, weights};
-    use kt_core::{Format, Group, Proj};
+    use kt_core::testing::{Random, Rows, mean_error, weights};
+    use kt_core::{Batch, Candidate, Format, Group, Proj, RuntimeBuilder};
 
     const OUTPUTS: usize = 96;
     const COLS: usize = 384;
@@ -34,6 +36,38 @@ mod check {
             println!("check: {format}: {wrong} of {} numbers differ between tiles and vectors", few.len());
             if wrong > 0 || few.iter().all(|&v| v == 0.0) {
                 return Err(format!("{format}: the products on tiles are wrong"));
+            }
+        }
+        mixed(kernel)
+    }
+
+    /// Layers of formats that are packed by one kernel and by the other, as a thread alone goes from one matrix to the next.
+    fn mixed(kernel: Amx) -> Result<(), String> {
+        let text = |e: kt_core::Error| e.to_string();
+        let few = Crossover { int8: usize::MAX, bf16: usize::MAX };
+        let portable = |_| vec![Candidate::new("portable", Ok(CpuBackend::new("portable", Portable)))];
+        let builder = || RuntimeBuilder::new(portable).threads(1);
+        for formats in [
+            [Format::Q8_0, Format::Bf16, Format::Q8_0],
+            [Format::Q8_0, Format::Q8_0, Format::Bf16],
+            [Format::Bf16, Format::Bf16, Format::Q8_0],
+        ] {
+            let source = SyntheticSource::builder().hidden(COLS).intermediate(OUTPUTS).experts(2).top_k(2).layers(1);
+            let source = source.format(formats).seed(3).build().map_err(text)?;
+            let mut random = Random(9);
+            let x: Vec<f32> = (0..COLS).map(|_| random.uniform()).collect();
+            let run = |builder: RuntimeBuilder| -> Result<Vec<f32>, String> {
+                let runtime = builder.build().map_err(text)?;
+                let mut batch = Batch::new(1, x.clone(), vec![0, 1], vec![0.5; 2]).map_err(text)?;
+                runtime.load(&source).and_then(|e| e.layer(0)?.forward(&mut batch)).map_err(text)?;
+                Ok(batch.into_output())
+            };
+            let got = run(builder().with_backend(kernel.with_crossover(few).into_backend()).backend("amx"))?;
+            let want = run(builder().backend("portable"))?;
+            let error = mean_error(&want.iter().map(|&v| v.into()).collect::<Vec<f64>>(), &got);
+            println!("check: a layer of {}, {} and {}: error {error:.5}", formats[0], formats[1], formats[2]);
+            if error.is_nan() || error > 0.02 {
+                return Err("a layer of two formats is wrong".into());
             }
         }
         Ok(())
