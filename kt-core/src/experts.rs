@@ -13,6 +13,7 @@ use crate::batch::{Batch, Carried, NO_EXPERT};
 use crate::cpu::cache::CacheReport;
 use crate::cpu::memory::Pieces;
 use crate::cpu::team::Team;
+use crate::cpu::topology::cpu_ranges;
 use crate::error::{Error, Result};
 use crate::heat::{HeatMap, LayerHeat};
 use crate::layer::LayerSpec;
@@ -32,10 +33,8 @@ const ZEROED: usize = 1 << 16;
 pub struct Experts {
     pub(crate) layers: Vec<Arc<LayerExperts>>,
     pub(crate) cache: Option<CacheReport>,
-    /// Where experts came from, if it was kept.
+    /// Where experts came from, if they may be moved.
     pub(crate) source: Option<Arc<dyn WeightSource>>,
-    /// Whether it was kept so that experts could be moved.
-    pub(crate) movable: bool,
     /// What devices were given.
     pub(crate) needs: Vec<Need>,
     pub(crate) stream_from: Arc<AtomicUsize>,
@@ -47,10 +46,11 @@ impl Experts {
     /// # Errors
     /// [`Error::NoSuchLayer`] when that layer holds no experts.
     pub fn layer(&self, index: usize) -> Result<&Arc<LayerExperts>> {
-        self.layers
-            .iter()
-            .find(|l| l.spec.index == index)
-            .ok_or_else(|| Error::NoSuchLayer { layer: index, known: runs(self.layers.iter().map(|l| l.spec.index)) })
+        self.layers.iter().find(|l| l.spec.index == index).ok_or_else(|| {
+            let known: Vec<usize> = self.layers.iter().map(|l| l.spec.index).collect();
+            let known = if known.is_empty() { "none".into() } else { cpu_ranges(&known) };
+            Error::NoSuchLayer { layer: index, known }
+        })
     }
 
     /// All expert layers, by rising index.
@@ -210,7 +210,7 @@ impl Experts {
     /// The experts were not loaded so that they could be moved
     /// ([`PlacementOptions::live`](crate::placement::PlacementOptions::live)).
     pub fn live(&self, options: LiveOptions) -> Result<Live> {
-        if !self.movable || !self.layers.iter().any(|l| l.banks.len() > 1) {
+        if self.source.is_none() || !self.layers.iter().any(|l| l.banks.len() > 1) {
             return Err(Error::Invalid(
                 "experts cannot be moved: load them with `load_shared`, and a placement that is live and has devices"
                     .into(),
@@ -292,19 +292,6 @@ impl Placed {
         }
         Placed { homes, ids, broken: None }
     }
-}
-
-/// Rising numbers, for messages: those that follow each other as one run.
-fn runs(numbers: impl Iterator<Item = usize>) -> String {
-    let mut runs: Vec<(usize, usize)> = Vec::new();
-    for n in numbers {
-        match runs.last_mut() {
-            Some((_, last)) if *last + 1 == n => *last = n,
-            _ => runs.push((n, n)),
-        }
-    }
-    let run = |&(a, b): &(usize, usize)| if a == b { a.to_string() } else { format!("{a}..={b}") };
-    if runs.is_empty() { "none".into() } else { runs.iter().map(run).collect::<Vec<_>>().join(", ") }
 }
 
 /// How a layer's experts are streamed to a device.
@@ -860,7 +847,6 @@ mod tests {
             layers: vec![Arc::new(layer)],
             cache: None,
             source: None,
-            movable: false,
             needs: vec![],
             stream_from: Arc::default(),
         };

@@ -950,8 +950,8 @@ impl Runtime {
             );
         }
         let layers = layers.into_iter().map(Arc::new).collect();
-        let experts =
-            Experts { layers, cache, source: shared.cloned(), movable: wanted.live, needs: devices.needs, stream_from };
+        let source = shared.filter(|_| wanted.live).cloned();
+        let experts = Experts { layers, cache, source, needs: devices.needs, stream_from };
         for residence in experts.residence().iter().filter(|r| r.is_astray()) {
             tracing::warn!("{residence}");
         }

@@ -721,8 +721,8 @@ impl<'a> Planner<'a> {
             let known = ["json", "txt", "model", "jinja", "py", "tiktoken", "md"].contains(&kind)
                 || ["LICENSE", "NOTICE"].contains(&name.as_str());
             // Those that say how the source is quantized are no longer true.
-            let own = ["config.json", super::INDEX, super::REPORT].contains(&name.as_str())
-                || ["hf_quant_config.json", "quantize_config.json", "quant_config.json"].contains(&name.as_str());
+            let quantized = ["hf_quant_config.json", "quantize_config.json", "quant_config.json"];
+            let own = ["config.json", super::INDEX, super::REPORT].into_iter().chain(quantized).any(|own| own == name);
             if known && !own && !name.starts_with('.') && entry.path().is_file() {
                 names.push(name);
             }

@@ -53,7 +53,7 @@ pub fn verify(path: &Path, progress: &Progress) -> Result<Verified> {
         match (bytes, sha256) {
             // A GGUF file is the one that was named, whatever its name was when it was written.
             (Some(bytes), Some(sha256)) if plain => {
-                all.push((dir.as_ref().map_or(path.to_owned(), |dir| dir.join(name)), bytes, sha256));
+                all.push((dir.map_or_else(|| path.to_owned(), |dir| dir.join(name)), bytes, sha256));
             }
             _ => return Err(Error::tensor(&list, name, "its entry among the checksums is damaged")),
         }

@@ -111,9 +111,9 @@ impl<'a> Linear<'a> {
         match self.stored {
             Stored::AsIs(matrix) => Ok(matrix),
             Stored::OneScale { codes, scale } => {
-                let scales = (shards.bytes(scale.1).repeat(rows), scale_type(shards, scale)?);
-                let scales = Some((scales.0.into(), scales.1));
-                Matrix::new(format, rows, cols, shards.bytes(codes.1), scales).map_err(|e| shards.fail(codes.0, e))
+                let (scales, kind) = (shards.bytes(scale.1).repeat(rows), scale_type(shards, scale)?);
+                let matrix = Matrix::new(format, rows, cols, shards.bytes(codes.1), Some((scales.into(), kind)));
+                matrix.map_err(|e| shards.fail(codes.0, e))
             }
             Stored::Factor(matrix, factor, global) => {
                 Ok(matrix.with_global_scale(global(f32_at(&shards.bytes(factor), 0))))
