@@ -30,8 +30,8 @@ mod check {
             Format::Bf16,
             Format::Fp8Block,
         ] {
-            let on_tiles = product(kernel.with_crossover(Crossover { int8: 1, bf16: 1 }), format)?;
-            let few = product(kernel.with_crossover(Crossover { int8: usize::MAX, bf16: usize::MAX }), format)?;
+            let on_tiles = product(kernel.with_crossover(Crossover::all(1)), format)?;
+            let few = product(kernel.with_crossover(Crossover::all(usize::MAX)), format)?;
             let wrong = on_tiles.iter().zip(&few).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
             println!("check: {format}: {wrong} of {} numbers differ between tiles and vectors", few.len());
             if wrong > 0 || few.iter().all(|&v| v == 0.0) {
@@ -44,7 +44,7 @@ mod check {
     /// Layers of formats that are packed by one kernel and by the other, as a thread alone goes from one matrix to the next.
     fn mixed(kernel: Amx) -> Result<(), String> {
         let text = |e: kt_core::Error| e.to_string();
-        let few = Crossover { int8: usize::MAX, bf16: usize::MAX };
+        let few = Crossover::all(usize::MAX);
         let portable = |_| vec![Candidate::new("portable", Ok(CpuBackend::new("portable", Portable)))];
         let builder = || RuntimeBuilder::new(portable).threads(1);
         for formats in [

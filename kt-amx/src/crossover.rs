@@ -13,25 +13,38 @@ use crate::Amx;
 
 /// From how many rows of an expert on its products run on tiles: a matter of speed, no bit depends on it.
 ///
-/// Written and read as `int8=12 bf16=9`, so that what [`Amx::measure`] found may be kept.
+/// Written and read as `int8=12 groups=never bf16=5`, so that what [`Amx::measure`] found may be kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Crossover {
-    /// For int8 products.
+    /// For int8 products whose inputs have a scale for 128 columns: INT8 per channel.
     pub int8: usize,
+    /// For all other int8 products: after a few columns their sums leave the tiles to be scaled. `usize::MAX`: never.
+    pub groups: usize,
     /// For bf16 products; these are on tiles from 9 rows on in any case.
     pub bf16: usize,
 }
 
-/// Reasoned, not measured; see `PERFORMANCE.md`.
-impl Default for Crossover {
-    fn default() -> Self {
-        Crossover { int8: 12, bf16: 9 }
+impl Crossover {
+    /// Tiles for all products of so many rows and more.
+    pub const fn all(rows: usize) -> Self {
+        Crossover { int8: rows, groups: rows, bf16: rows }
     }
 }
 
+/// As measured on Emerald Rapids; see `PERFORMANCE.md`.
+impl Default for Crossover {
+    fn default() -> Self {
+        Crossover { int8: 12, groups: NEVER, bf16: 5 }
+    }
+}
+
+/// As a number of rows.
+const NEVER: usize = usize::MAX;
+
 impl fmt::Display for Crossover {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "int8={} bf16={}", self.int8, self.bf16)
+        let text = |rows| if rows == NEVER { "never".into() } else { format!("{rows}") };
+        write!(f, "int8={} groups={} bf16={}", text(self.int8), text(self.groups), text(self.bf16))
     }
 }
 
@@ -39,24 +52,26 @@ impl FromStr for Crossover {
     type Err = Unsupported;
 
     fn from_str(s: &str) -> Result<Self, Self::Err> {
-        let wrong =
-            || Unsupported::new(format!("AMX crossover `{s}`: write two numbers of rows, as in `{}`", Self::default()));
+        let wrong = || {
+            let as_in = Self::default();
+            Unsupported::new(format!("AMX crossover `{s}`: write three numbers of rows or `never`, as in `{as_in}`"))
+        };
         let mut parts = s.split_whitespace();
         let mut number = |name: &str| {
             let value = parts.next().and_then(|p| p.strip_prefix(name)).and_then(|p| p.strip_prefix('='));
-            value.and_then(|v| v.parse().ok()).ok_or_else(wrong)
+            value.and_then(|v| if v == "never" { Some(NEVER) } else { v.parse().ok() }).ok_or_else(wrong)
         };
-        let of = Crossover { int8: number("int8")?, bf16: number("bf16")? };
+        let of = Crossover { int8: number("int8")?, groups: number("groups")?, bf16: number("bf16")? };
         if parts.next().is_some() { Err(wrong()) } else { Ok(of) }
     }
 }
 
 /// Numbers of rows that are tried.
-const ROWS: [usize; 10] = [1, 2, 4, 6, 8, 9, 12, 16, 24, 32];
+const ROWS: [usize; 12] = [1, 2, 4, 6, 8, 9, 12, 16, 24, 32, 48, 64];
 
 impl Amx {
-    /// Measures on one thread, with 16 to 64 MiB of weights, where tiles begin to be faster than what they replace: INT4 in groups of 32
-    /// stands for int8 products, BF16 for bf16 ones. Takes about a second.
+    /// Measures on one thread, with 16 to 32 MiB of weights, where tiles begin to be faster than what they replace: INT8 per channel, INT4 in groups of
+    /// 32 for all with groups, and FP8 for bf16 products. Takes about a second.
     ///
     /// # Errors
     /// There is no memory for the weights.
@@ -66,10 +81,8 @@ impl Amx {
 
     /// As [`Amx::measure`], with matrices of this shape.
     pub(crate) fn measure_on(self, outputs: usize, cols: usize) -> Result<Crossover, Error> {
-        let on = |rows| self.with_crossover(Crossover { int8: rows, bf16: rows });
-        let (tiles, vectors) = (on(1), on(usize::MAX));
-        let mut crossovers = [Crossover::default().int8, Crossover::default().bf16];
-        for (format, crossover) in [Format::Int4(Group::Of(32)), Format::Bf16].into_iter().zip(&mut crossovers) {
+        let (tiles, vectors) = (self.with_crossover(Crossover::all(1)), self.with_crossover(Crossover::all(NEVER)));
+        let of = |format| -> Result<Option<usize>, Error> {
             let bytes = self.packed_bytes(format, outputs, cols).unwrap_or(0);
             let mut packed = kt_core::cpu::memory::zeroed_pages(bytes, Default::default())?;
             // Pages that were never written may all be the same one.
@@ -79,25 +92,33 @@ impl Amx {
                 .map_err(|source| Error::Io { path: "(weights to measure with)".into(), source })?;
             let weights = Weights::packed(format, outputs, cols, bytes::Bytes::from_owner(packed).slice(..bytes));
             let (layout, _) = self.accepts(format, outputs, cols).map_err(Error::Unsupported)?;
-            *crossover = first_of_a_run(ROWS, |rows| {
+            // More rows of these are on tiles whatever the crossover is.
+            let most = if layout == InputLayout::Bf16 { STREAMED } else { usize::MAX };
+            Ok(first_of_a_run(ROWS.into_iter().filter(|&rows| rows <= most), |rows| {
                 let time = |kernel| time(kernel, &weights, layout, rows);
                 // The better of two, in turns.
                 let [a, b, c, d] = [time(tiles), time(vectors), time(tiles), time(vectors)];
                 a.min(c) < b.min(d)
-            });
-        }
-        Ok(Crossover { int8: crossovers[0], bf16: crossovers[1] })
+            }))
+        };
+        Ok(Crossover {
+            int8: of(Format::Int8(Group::Row))?.unwrap_or(NEVER),
+            groups: of(Format::Int4(Group::Of(32)))?.unwrap_or(NEVER),
+            bf16: of(Format::Fp8Block)?.unwrap_or(STREAMED + 1),
+        })
     }
 }
 
-/// The first of the numbers from which on `better` holds for all; twice the last if there is none.
-fn first_of_a_run(numbers: impl IntoIterator<Item = usize>, better: impl Fn(usize) -> bool) -> usize {
-    let (mut first, mut last) = (None, 0);
+/// Most rows of bf16 products that are not on tiles.
+const STREAMED: usize = 8;
+
+/// The first of the numbers from which on `better` holds for all, if there is one.
+fn first_of_a_run(numbers: impl IntoIterator<Item = usize>, better: impl Fn(usize) -> bool) -> Option<usize> {
+    let mut first = None;
     for n in numbers {
         first = if better(n) { first.or(Some(n)) } else { None };
-        last = n;
     }
-    first.unwrap_or(2 * last)
+    first
 }
 
 /// The time of a product of all weights with so many rows.
@@ -125,21 +146,32 @@ mod tests {
 
     #[test]
     fn a_crossover_is_read_as_it_is_written() {
-        let of = Crossover { int8: 16, bf16: 1 };
-        assert_eq!(of.to_string().parse::<Crossover>().unwrap(), of);
-        for wrong in ["", "int8=1", "int8=x bf16=1", "bf16=1 int8=1", "int8=1 bf16=1 more=1", "int8=-1 bf16=1"] {
+        for of in [Crossover { int8: 16, groups: 40, bf16: 1 }, Crossover::default(), Crossover::all(NEVER)] {
+            assert_eq!(of.to_string().parse::<Crossover>().unwrap(), of);
+        }
+        let default = Crossover::default().to_string();
+        assert_eq!(default, "int8=12 groups=never bf16=5");
+        for wrong in [
+            "",
+            "int8=1",
+            "int8=1 bf16=1",
+            "int8=x groups=1 bf16=1",
+            "bf16=1 groups=1 int8=1",
+            "int8=1 groups=1 bf16=1 more=1",
+            "int8=-1 groups=1 bf16=1",
+        ] {
             let why = wrong.parse::<Crossover>().unwrap_err();
-            assert!(why.0.contains(&format!("`{wrong}`")) && why.0.contains("int8=12 bf16=9"), "{why}");
+            assert!(why.0.contains(&format!("`{wrong}`")) && why.0.contains(&default), "{why}");
         }
     }
 
     #[test]
     fn a_crossover_is_where_tiles_begin_to_win_for_good() {
         let first = |wins: &[usize]| first_of_a_run([1, 2, 4, 8], |n| wins.contains(&n));
-        assert_eq!(first(&[1, 2, 4, 8]), 1);
-        assert_eq!(first(&[2, 4, 8]), 2);
-        assert_eq!(first(&[1, 4, 8]), 4);
-        assert_eq!(first(&[1, 2, 4]), 16);
-        assert_eq!(first(&[]), 16);
+        assert_eq!(first(&[1, 2, 4, 8]), Some(1));
+        assert_eq!(first(&[2, 4, 8]), Some(2));
+        assert_eq!(first(&[1, 4, 8]), Some(4));
+        assert_eq!(first(&[1, 2, 4]), None);
+        assert_eq!(first(&[]), None);
     }
 }

@@ -6,7 +6,7 @@ use kt_avx512::Avx;
 use kt_avx512::engine::{Ports, Product};
 use kt_core::activation::Activation;
 use kt_core::cpu::CpuBackend;
-use kt_core::cpu::input::{InputLayout, Inputs};
+use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
 use kt_core::cpu::tier::Tier;
 use kt_core::format::ggml;
@@ -60,6 +60,14 @@ impl Amx {
         self.crossover
     }
 
+    /// That of int8 products with such inputs.
+    fn crossover_of(self, layout: InputLayout) -> usize {
+        match layout {
+            InputLayout::Int8 { group: BLOCK, .. } => self.crossover.int8,
+            _ => self.crossover.groups,
+        }
+    }
+
     /// The backend `amx` with this kernel.
     pub fn into_backend(self) -> CpuBackend<Self> {
         CpuBackend::new("amx", self)
@@ -87,14 +95,17 @@ impl Kernel for Amx {
         };
         match layout {
             InputLayout::Int8 { .. } if self.llamafile.uses_in_place(format) => {
-                Ok((layout, "AMX tiles of int8 for many rows, VNNI for few; blocks in place, decoded for each product"))
+                Ok((layout, "VNNI, which is faster here than AMX tiles; blocks in place, decoded for each product"))
+            }
+            InputLayout::Int8 { .. } if self.crossover_of(layout) == usize::MAX => {
+                Ok((layout, "VNNI, which is faster here than AMX tiles; packed by 16 outputs"))
             }
             InputLayout::Int8 { .. } => {
                 Ok((layout, "AMX tiles of int8 for many rows, VNNI for few; packed by 16 outputs"))
             }
             InputLayout::Bf16 => Ok((
                 layout,
-                "AMX tiles of bf16 for many rows, vdpbf16ps in the same order for few; packed by 16 outputs",
+                "AMX tiles of bf16 for most rows, F32 products in the same order for few; packed by 16 outputs",
             )),
             InputLayout::F32 => {
                 Err(Unsupported::new(format!("{format} meets F32 inputs, of which AMX has no products")))
@@ -159,7 +170,8 @@ impl Kernel for Amx {
             self.avx.run_with_tiles(self.unit, stream_rows, Product { outputs, inputs, rows, out: numbers, scratch });
             // What underflows is a zero, whose sign depends on the instruction: from here on all zeros are positive.
             out.iter_mut().for_each(|v| *v += 0.0);
-        } else if n < self.crossover.int8 {
+        } else if n < self.crossover_of(inputs.layout()) || outputs.of.matrix().is_some() {
+            // Blocks in place have groups, which are faster without tiles.
             if gguf {
                 self.llamafile.product(outputs, inputs, rows, out, scratch);
             } else {

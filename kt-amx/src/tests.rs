@@ -16,9 +16,9 @@ use crate::unit::Unit;
 use crate::{Amx, Crossover};
 
 /// Everything on tiles.
-const TILES: Crossover = Crossover { int8: 1, bf16: 1 };
+const TILES: Crossover = Crossover::all(1);
 /// As little as can be.
-const VECTORS: Crossover = Crossover { int8: usize::MAX, bf16: usize::MAX };
+const VECTORS: Crossover = Crossover::all(usize::MAX);
 
 /// The kernel by the CPU's own tiles or by the emulator.
 fn kernel() -> Result<Amx, Unsupported> {
@@ -72,7 +72,7 @@ fn int8_products_have_the_bits_of_vnni() {
             (0..70, 0..outputs),
             (3..36, 0..outputs),
             (1..2, 0..outputs),
-            (5..21, (outputs - 1) / 32 * 16..outputs - 1),
+            (5..21, (outputs - 1) / 64 * 64..outputs - 1),
         ] {
             let want = product(kernel.with_crossover(VECTORS), &w, range.clone(), &x, rows.clone());
             assert!(want.iter().any(|&v| v != 0), "{format}: nothing but zeros");
@@ -90,6 +90,9 @@ fn int8_products_have_the_bits_of_vnni() {
     assert!(formats.len() > 30, "{formats:?}");
 }
 
+/// Numbers below the first may differ by the second: what is below 2^-126, also in sums, tiles take for zero, and vectors do not.
+const TINY: (f32, f32) = (1e-30, 1e-35);
+
 #[test]
 fn bf16_products_have_the_same_bits_for_any_number_of_rows() {
     let Some(kernel) = kernel_or_skip() else { return };
@@ -99,7 +102,7 @@ fn bf16_products_have_the_same_bits_for_any_number_of_rows() {
         let Ok((layout @ InputLayout::Bf16, _)) = kernel.accepts(format, outputs, cols) else { continue };
         let w = weights(kernel, &matrix);
         let mut x = inputs(40, cols);
-        // Of any size, and not numbers: what is below the smallest normal number counts as zero, also in sums.
+        // Of any size, and not numbers.
         let sizes = [0, 46, 80, 110, -20, -80, -110, -118, -122, -126, -130];
         for (row, x) in x.chunks_exact_mut(cols).take(33).enumerate() {
             x.iter_mut().for_each(|x| *x = (*x as f64 * 2f64.powi(sizes[row % sizes.len()])) as f32);
@@ -112,10 +115,11 @@ fn bf16_products_have_the_same_bits_for_any_number_of_rows() {
             for first in (0..=40 - n).step_by(n as usize) {
                 let got = product(kernel.with_crossover(crossover), &w, 0..outputs, &x, first..first + n);
                 for (i, (&got, &want)) in got.iter().zip(&all[first as usize * outputs..]).enumerate() {
-                    // Not a number is one for all; which one is the instructions' affair.
+                    // Not a number is one for all; which one is the instructions' affair. Next to the smallest normal number tiles round to zero.
                     let [a, b] = [got, want].map(f32::from_bits);
+                    let tiny = [a, b].iter().all(|v| v.abs() < TINY.0) && (a - b).abs() < TINY.1;
                     assert!(
-                        got == want || a.is_nan() && b.is_nan(),
+                        got == want || tiny || a.is_nan() && b.is_nan(),
                         "{format} {outputs}x{cols}, {n} rows from {first}, {crossover}: number {i}: {a} {b}"
                     );
                 }
@@ -194,7 +198,7 @@ fn what_is_declined_has_a_reason() {
 fn a_crossover_can_be_measured() {
     let Some(kernel) = kernel_or_skip() else { return };
     let found = kernel.measure_on(64, 128).unwrap();
-    assert!((1..=64).contains(&found.int8) && (1..=64).contains(&found.bf16), "{found}");
+    assert!(found.int8 > 0 && found.groups > 0 && (1..=9).contains(&found.bf16), "{found}");
     assert_eq!(kernel.with_crossover(found).crossover(), found);
 }
 

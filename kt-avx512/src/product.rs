@@ -546,11 +546,12 @@ impl Product<'_> {
 
 impl Product<'_> {
     /// Does it with weights in place: their blocks are decoded into the cache, some columns of a panel or two at a time, and tiles of rows
-    /// pass over them. Inputs have a scale per [`Blocks::GROUP`] columns.
+    /// pass over them, but none of a tile unit. Inputs have a scale per [`Blocks::GROUP`] columns.
     pub fn decoded<I: Isa, B: Blocks, const G: usize>(self, isa: I) {
         let Outputs { of: weights, range, next, .. } = self.outputs;
         let matrix = weights.matrix().expect("weights in place");
         const { assert!(G == B::GROUP) };
+        assert!(!I::TILES, "blocks in place are not for a tile unit");
         assert_eq!(self.out.len(), self.rows.len() * range.len(), "output of another shape");
         assert!(range.start.is_multiple_of(PANEL) && range.end <= matrix.rows(), "outputs out of range");
         assert!(self.rows.end <= self.inputs.rows() && matrix.cols().is_multiple_of(SUPER), "rows out of range");
@@ -560,7 +561,7 @@ impl Product<'_> {
         let inputs = &self.inputs.bytes()[self.rows.start * block_bytes..];
         // In units of `SUPER` columns.
         let columns = matrix.cols() / SUPER;
-        let few = !I::TILES && n <= isa.stream_rows();
+        let few = n <= isa.stream_rows();
         let direct = few && n <= DIRECT_ROWS;
         let panels = if few { 1 } else { cached_panels::<I>() };
         let cached = if few { FEW } else { CACHED };
@@ -568,8 +569,7 @@ impl Product<'_> {
         let line_bytes = most_columns * SUPER * PANEL;
         let record_bytes = most_columns * SUPER / G * F32Scale::RECORD;
         let stride = line_bytes + record_bytes;
-        let sums = if I::TILES { SUMS_SIZE } else { 0 };
-        let (sums, buffer) = self.scratch.panel.get(sums + panels * stride).split_at_mut(sums);
+        let buffer = self.scratch.panel.get(panels * stride);
         let tiles = if few { 1 } else { n.div_ceil(<Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::rows(isa, n)) };
         let mut rows = [Row::EMPTY; PANEL];
         let (later, nothing) = (Later::default(), Later::default());
@@ -661,7 +661,7 @@ impl Product<'_> {
                         after: buffer.as_ptr(),
                         ahead: Ahead::of(n, 1, true, false),
                         later: &later,
-                        sums,
+                        sums: &mut [],
                         last: start + now == columns,
                     };
                     if const { !I::TILES } && few {

@@ -9,7 +9,6 @@
 #define SEGMENTS 4
 #define FEW 2   // eights of rows
 #define MANY 8
-#define UNROLL 2  // steps that a warp of `few` reads at once
 
 // Rows of work of one expert: `first..first + count`.
 struct Tile {
@@ -38,35 +37,42 @@ __device__ __forceinline__ void scaled(float (&acc)[4], const float (&p)[4], con
   acc[3] = fmaf(s[1], p[3], acc[3]);
 }
 
-// One step of two blocks of outputs and eight rows.
-template <class F>
-__device__ __forceinline__ void multiply(float (&acc)[2][4], const Fragment (&f)[2], const Scale (&s)[2], uint4 b) {
-  float sums[4] = {0, 0, 0, 0};
+// One step of two blocks of outputs and N eights of rows. Products that wait for each other are as far apart as can be.
+template <class F, u32 N>
+__device__ __forceinline__ void multiply(float (&acc)[N][2][4], const Fragment (&f)[2], const Scale (&s)[2], const uint4 (&b)[N]) {
+  float p[N][2][4] = {}, sums[N][4] = {};
   if (F::MINIMA) {
     const u32 ones[4] = {ONES, ONES, ONES, ONES};
-    mma(sums, ones, b.x, b.y);
-    mma(sums, ones, b.z, b.w);
+#pragma unroll
+    for (u32 n = 0; n < N; n++) mma(sums[n], ones, b[n].x, b[n].y);
+#pragma unroll
+    for (u32 n = 0; n < N; n++) mma(sums[n], ones, b[n].z, b[n].w);
   }
 #pragma unroll
-  for (u32 m = 0; m < 2; m++) {
-    if (F::PLAIN) {
-      mma(acc[m], f[m].a[0], b.x, b.y);
-      mma(acc[m], f[m].a[1], b.z, b.w);
-      continue;
-    }
-    float p[4] = {0, 0, 0, 0};
-    mma(p, f[m].a[0], b.x, b.y);
-    if (F::HALVES) {
-      scaled(acc[m], p, s[m].first);
-      p[0] = p[1] = p[2] = p[3] = 0;
-    }
-    mma(p, f[m].a[1], b.z, b.w);
-    scaled(acc[m], p, F::HALVES ? s[m].second : s[m].first);
-    if (F::MINIMA) {
-      const float minus[2] = {-s[m].minimum[0], -s[m].minimum[1]};
-      scaled(acc[m], sums, minus);
-    }
-  }
+  for (u32 n = 0; n < N; n++)
+#pragma unroll
+    for (u32 m = 0; m < 2; m++) mma(F::PLAIN ? acc[n][m] : p[n][m], f[m].a[0], b[n].x, b[n].y);
+  if (F::HALVES)
+#pragma unroll
+    for (u32 n = 0; n < N; n++)
+#pragma unroll
+      for (u32 m = 0; m < 2; m++) {
+        scaled(acc[n][m], p[n][m], s[m].first);
+        p[n][m][0] = p[n][m][1] = p[n][m][2] = p[n][m][3] = 0;
+      }
+#pragma unroll
+  for (u32 n = 0; n < N; n++)
+#pragma unroll
+    for (u32 m = 0; m < 2; m++) mma(F::PLAIN ? acc[n][m] : p[n][m], f[m].a[1], b[n].z, b[n].w);
+  if (!F::PLAIN)
+#pragma unroll
+    for (u32 n = 0; n < N; n++)
+#pragma unroll
+      for (u32 m = 0; m < 2; m++) {
+        scaled(acc[n][m], p[n][m], F::HALVES ? s[m].second : s[m].first);
+        const float minus[2] = {-s[m].minimum[0], -s[m].minimum[1]};
+        if (F::MINIMA) scaled(acc[n][m], sums[n], minus);
+      }
 }
 
 // The finished sums of output `at` of the two blocks, for one row of work.
@@ -96,68 +102,105 @@ __device__ __forceinline__ const u8* input(const Call& c, const Tile& tile, u32 
   return (const u8*)(c.x + (u64)(c.rows ? c.rows[row] : row) * c.x_stride);
 }
 
-// The weights of UNROLL steps from `first` on, of both blocks.
+// Where a warp's weights are: of two blocks of outputs, one of gate and one of up, or two of down.
+struct From {
+  const u8* expert;
+  u32 block[2];
+  // From step `first` on.
+  const u8* codes[2];
+  u32 first;
+};
 template <class F, bool DOWN>
-__device__ __forceinline__ void fetch(const Call& c, const u8* e, const u32 (&block)[2], u32 first, u32 end, u32 lane,
-                                      typename F::Raw (&raw)[UNROLL][2]) {
+__device__ __forceinline__ From from(const Call& c, const u8* e, u32 own, u32 first) {
+  From w = {e, {DOWN ? own * 2 : own, DOWN ? own * 2 + 1 : own}, {}, first};
 #pragma unroll
-  for (u32 u = 0; u < UNROLL; u++)
+  for (u32 m = 0; m < 2; m++) {
+    const Part& p = c.part[DOWN ? 0 : m];
+    w.codes[m] = e + p.codes + ((u64)w.block[m] * p.steps + first) * F::BYTES;
+  }
+  return w;
+}
+template <class F>
+__device__ __forceinline__ void advance(From& w, u32 steps) {
+  w.first += steps;
+  w.codes[0] += steps * F::BYTES;
+  w.codes[1] += steps * F::BYTES;
+}
+
+// What a warp reads of a step.
+template <class F, bool DOWN>
+struct Weights {
+  typename F::Raw raw[2];
+  typename F::Side side[2];
+
+  // Of the step that is `u` behind the first, if it is there.
+  __device__ __forceinline__ void load(const Call& c, const From& w, u32 u, u32 lane, bool there) {
 #pragma unroll
     for (u32 m = 0; m < 2; m++) {
-      const Part& p = c.part[DOWN ? 0 : m];
-      if (first + u < end) raw[u][m] = F::load(p, e + p.codes, (u64)block[m] * p.steps + first + u, lane);
+      F::load(raw[m], w.codes[m] + u * F::BYTES, lane, there);
+      F::side(side[m], w.expert, c.part[DOWN ? 0 : m], w.block[m], w.first + u, lane / 4, there);
     }
-}
+  }
+  __device__ __forceinline__ void decode(const Call& c, Fragment (&f)[2], Scale (&s)[2]) const {
+#pragma unroll
+    for (u32 m = 0; m < 2; m++) {
+      F::decode(raw[m], side[m], f[m]);
+      s[m] = F::scale(side[m], c.part[DOWN ? 0 : m].kind);
+    }
+  }
+};
 
 // Two blocks of 16 outputs (of gate and up, or of down) and up to 16 rows; a warp for each run of steps.
 template <class F, bool DOWN>
 __device__ __forceinline__ void few(const Call& c) {
+  const u32 AHEAD = F::FEW_AHEAD;
   __shared__ float sums[SEGMENTS][FEW][2][4][32];
-  if (blockIdx.y >= *c.tile_count) return;
-  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  // Read at the same time: there is room for a tile of each block.
+  const u32 tiles = *c.tile_count;
   const Tile tile = c.tiles[blockIdx.y];
+  if (blockIdx.y >= tiles) return;
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const u8* e = c.weights + tile.expert * c.expert_bytes;
-  const u32 block[2] = {DOWN ? blockIdx.x * 2 : blockIdx.x, DOWN ? blockIdx.x * 2 + 1 : blockIdx.x};
   const u32 steps = c.part[0].steps, end = steps * (warp + 1) / SEGMENTS;
+  From at = from<F, DOWN>(c, e, blockIdx.x, steps * warp / SEGMENTS);
+  // Weights of the next steps are on their way while one is computed, and inputs of one, of the first eight rows: these are in a cache, and nearer.
+  Weights<F, DOWN> weights[AHEAD] = {};
+#pragma unroll
+  for (u32 u = 0; u < AHEAD; u++) weights[u].load(c, at, u, lane, at.first + u < end);
+  // Another row in the place of rows that there are not: it ends in sums that nobody looks at.
   const u8* x[FEW];
 #pragma unroll
-  for (u32 n = 0; n < FEW; n++) x[n] = n * 8 + g < tile.count ? input(c, tile, n * 8 + g) + t * 16 : 0;
-  float acc[FEW][2][4] = {};
-  // What the next turn needs is on its way while this one computes.
-  typename F::Raw next[UNROLL][2] = {};
-  fetch<F, DOWN>(c, e, block, steps * warp / SEGMENTS, end, lane, next);
-  for (u32 first = steps * warp / SEGMENTS; first < end; first += UNROLL) {
-    typename F::Raw raw[UNROLL][2];
+  for (u32 n = 0; n < FEW; n++) x[n] = input(c, tile, n * 8 + g < tile.count ? n * 8 + g : 0) + (u64)at.first * 64 + t * 16;
+  uint4 inputs[1] = {};
+  cached(inputs[0], x[0], at.first < end);
+  float acc[FEW][1][2][4] = {};
+  while (at.first < end) {
 #pragma unroll
-    for (u32 u = 0; u < UNROLL; u++) raw[u][0] = next[u][0], raw[u][1] = next[u][1];
-    fetch<F, DOWN>(c, e, block, first + UNROLL, end, lane, next);
-#pragma unroll
-    for (u32 u = 0; u < UNROLL; u++) {
-      u32 step = first + u;
-      if (step >= end) break;
+    for (u32 u = 0; u < AHEAD; u++) {
+      if (at.first + u >= end) break;
       Fragment f[2];
       Scale s[2];
+      weights[u].decode(c, f, s);
+      multiply<F>(acc[0], f, s, inputs);
 #pragma unroll
-      for (u32 m = 0; m < 2; m++) {
-        const Part& p = c.part[DOWN ? 0 : m];
-        F::decode(raw[u][m], f[m], e, p, block[m], step, g);
-        s[m] = F::scale(e, p, block[m], step, g);
-      }
-#pragma unroll
-      for (u32 n = 0; n < FEW; n++) {
+      for (u32 n = 1; n < FEW; n++) {
         if (n * 8 >= tile.count) break;
-        uint4 b = {0, 0, 0, 0};
-        if (x[n]) b = *(const uint4*)(x[n] + (u64)step * 64);
+        const uint4 b[1] = {*(const uint4*)(x[n] + u * 64)};
         multiply<F>(acc[n], f, s, b);
       }
+      weights[u].load(c, at, u + AHEAD, lane, at.first + u + AHEAD < end);
+      cached(inputs[0], x[0] + (u + 1) * 64, at.first + u + 1 < end);
     }
+    advance<F>(at, AHEAD);
+#pragma unroll
+    for (u32 n = 0; n < FEW; n++) x[n] += AHEAD * 64;
   }
 #pragma unroll
   for (u32 n = 0; n < FEW; n++)
 #pragma unroll
     for (u32 m = 0; m < 2; m++)
 #pragma unroll
-      for (u32 i = 0; i < 4; i++) sums[warp][n][m][i][lane] = acc[n][m][i];
+      for (u32 i = 0; i < 4; i++) sums[warp][n][m][i][lane] = acc[n][0][m][i];
   __syncthreads();
   // Each warp adds a quarter of them: sums `warp` of all lanes.
   for (u32 n = 0; n < FEW; n++) {
@@ -166,73 +209,86 @@ __device__ __forceinline__ void few(const Call& c) {
     float total[2] = {0, 0};
     for (u32 run = 0; run < SEGMENTS; run++)
       for (u32 m = 0; m < 2; m++) total[m] += sums[run][n][m][warp][lane];
-    finish<DOWN>(c, e, block, g + warp / 2 * 8, tile.first + j, total[0], total[1]);
+    finish<DOWN>(c, e, at.block, g + warp / 2 * 8, tile.first + j, total[0], total[1]);
   }
 }
 
-// For each of four warps two blocks of outputs (one of gate and one of up, or two of down), and up to 64 rows, whose inputs
-// the warps share. The next step is on its way while one is multiplied.
+// For each of four warps two blocks of outputs (one of gate and one of up, or two of down), and up to 64 rows, whose inputs the warps share. Inputs come
+// to shared memory in turns of some steps, STAGES - 1 turns ahead: one barrier a turn says that its inputs are there, and that those of the turn
+// before it have been read. Weights go to registers, steps ahead as well.
+#define TURN 2
+#define STAGES 4
+#define PAIRS (MANY / 2)
 template <class F, bool DOWN>
 __device__ __forceinline__ void many(const Call& c) {
-  __shared__ uint4 shared[2][MANY * 8 * 4];
-  if (blockIdx.y >= *c.tile_count) return;
-  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const u32 AHEAD = F::MANY_AHEAD;
+  __shared__ uint4 shared[STAGES][TURN][MANY * 8 * 4];
+  const u32 tiles = *c.tile_count;
   const Tile tile = c.tiles[blockIdx.y];
+  if (blockIdx.y >= tiles) return;
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const u8* e = c.weights + tile.expert * c.expert_bytes;
-  const u32 own = blockIdx.x * 4 + warp;
-  const u32 block[2] = {DOWN ? own * 2 : own, DOWN ? own * 2 + 1 : own};
   const u32 steps = c.part[0].steps;
+  From at = from<F, DOWN>(c, e, blockIdx.x * 4 + warp, 0);
   // A warp beyond the last block helps with the inputs.
-  const bool active = block[0] * 16 < (c.part[0].rows + 31) / 32 * 32;
+  const bool active = at.block[0] * 16 < (c.part[0].rows + 31) / 32 * 32;
+  Weights<F, DOWN> weights[AHEAD] = {};
+#pragma unroll
+  for (u32 u = 0; u < AHEAD; u++) weights[u].load(c, at, u, lane, active && u < steps);
+  // What stands in the place of rows that there are not ends in sums that nobody looks at.
   const u8* x[2];
 #pragma unroll
   for (u32 i = 0; i < 2; i++) {
     u32 piece = threadIdx.x + i * 128;
     x[i] = piece / 4 < tile.count ? input(c, tile, piece / 4) + piece % 4 * 16 : 0;
   }
-  float acc[MANY][2][4] = {}, total[MANY][2][4] = {};
-  typename F::Raw raw[2] = {};
-  uint4 next[2] = {};
+  auto bring = [&](u32 turn) {
 #pragma unroll
-  for (u32 i = 0; i < 2; i++) {
-    const Part& p = c.part[DOWN ? 0 : i];
-    if (x[i]) next[i] = *(const uint4*)x[i];
-    if (active) raw[i] = F::load(p, e + p.codes, (u64)block[i] * steps, lane);
-  }
-  for (u32 run = 0; run < SEGMENTS; run++) {
-    const u32 end = steps * (run + 1) / SEGMENTS;
-    for (u32 step = steps * run / SEGMENTS; step < end; step++) {
-      uint4(&here)[MANY * 8 * 4] = shared[step % 2];
-      here[threadIdx.x] = next[0];
-      here[threadIdx.x + 128] = next[1];
-      __syncthreads();
+    for (u32 u = 0; u < TURN; u++)
+#pragma unroll
+      for (u32 i = 0; i < 2; i++) {
+        u32 step = turn * TURN + u;
+        if (x[i] && step < steps) copy(&shared[turn % STAGES][u][threadIdx.x + i * 128], x[i] + (u64)step * 64);
+      }
+    copies_end();
+  };
+#pragma unroll
+  for (u32 turn = 0; turn < STAGES - 1; turn++) bring(turn);
+  float acc[PAIRS][2][2][4] = {}, total[PAIRS][2][2][4] = {};
+  u32 run = 1, end = steps / SEGMENTS;
+  for (; at.first < steps; advance<F>(at, AHEAD)) {
+#pragma unroll
+    for (u32 u = 0; u < AHEAD; u++) {
+      const u32 step = at.first + u;
+      if (step >= steps) break;
+      if (u % TURN == 0) {
+        copies_done<STAGES - 2>();
+        __syncthreads();
+        bring(step / TURN + STAGES - 1);
+      }
+      if (!active) continue;
+      // At the end of a run, and of runs that have no step.
+      for (; step == end; end = steps * ++run / SEGMENTS) {
+#pragma unroll
+        for (u32 n = 0; n < PAIRS; n++)
+#pragma unroll
+          for (u32 i = 0; i < 16; i++) {
+            float &sum = total[n][i / 8][i / 4 % 2][i % 4], &part = acc[n][i / 8][i / 4 % 2][i % 4];
+            sum += part, part = 0;
+          }
+      }
       Fragment f[2];
       Scale s[2];
-      if (active)
+      weights[u].decode(c, f, s);
+      const uint4* here = shared[step / TURN % STAGES][step % TURN];
 #pragma unroll
-        for (u32 m = 0; m < 2; m++) {
-          const Part& p = c.part[DOWN ? 0 : m];
-          F::decode(raw[m], f[m], e, p, block[m], step, g);
-          s[m] = F::scale(e, p, block[m], step, g);
-        }
-      if (step + 1 < steps)
-#pragma unroll
-        for (u32 i = 0; i < 2; i++) {
-          const Part& p = c.part[DOWN ? 0 : i];
-          if (x[i]) next[i] = *(const uint4*)(x[i] + (u64)(step + 1) * 64);
-          if (active) raw[i] = F::load(p, e + p.codes, (u64)block[i] * steps + step + 1, lane);
-        }
-      if (active)
-#pragma unroll
-        for (u32 n = 0; n < MANY; n++)
-          if (n * 8 < tile.count) multiply<F>(acc[n], f, s, here[(n * 8 + g) * 4 + t]);
+      for (u32 n = 0; n < PAIRS; n++) {
+        if (n * 16 >= tile.count) break;
+        const uint4 b[2] = {here[(n * 16 + g) * 4 + t], here[(n * 16 + 8 + g) * 4 + t]};
+        multiply<F>(acc[n], f, s, b);
+      }
+      weights[u].load(c, at, u + AHEAD, lane, step + AHEAD < steps);
     }
-#pragma unroll
-    for (u32 n = 0; n < MANY; n++)
-#pragma unroll
-      for (u32 m = 0; m < 2; m++)
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) total[n][m][i] += acc[n][m][i], acc[n][m][i] = 0;
   }
   if (!active) return;
 #pragma unroll
@@ -240,6 +296,9 @@ __device__ __forceinline__ void many(const Call& c) {
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
       u32 j = n * 8 + t * 2 + i % 2;
-      if (j < tile.count) finish<DOWN>(c, e, block, g + i / 2 * 8, tile.first + j, total[n][0][i], total[n][1][i]);
+      if (j >= tile.count) continue;
+      // The last run's.
+      float(&own)[2][4] = acc[n / 2][n % 2], (&before)[2][4] = total[n / 2][n % 2];
+      finish<DOWN>(c, e, at.block, g + i / 2 * 8, tile.first + j, before[0][i] + own[0][i], before[1][i] + own[1][i]);
     }
 }

@@ -56,14 +56,20 @@ extern "C" __global__ void __launch_bounds__(256) kt_add(const __grid_constant__
   for (u64 i = (u64)blockIdx.x * 256 + threadIdx.x; i < c.count; i += (u64)gridDim.x * 256) c.to[i] += c.from[i];
 }
 
-// Groups a batch's choices by expert, on the device: for work that is submitted with device pointers. One block.
+// Groups a batch's choices by expert, on the device: for work that is submitted with device pointers. One block, and no atomics, so that rows are always in
+// the same order: by rising expert, then by choice.
+struct Seat {
+  u32 expert;  // ~0 for none that is here
+  u32 before;  // choices of the same expert before it, among those of its warp
+};
 struct Choices {
   const int* ids;        // [tokens, top_k]; negative for none
   const float* weights;  // [tokens, top_k]
   const u32* homes;      // local expert of each expert of the layer, `experts` and above for none
-  u32* starts;           // [experts + 1], scratch
+  u32* starts;           // [experts], scratch
+  Seat* seats;           // [tokens, top_k], scratch
   u32* rows;             // [tokens * top_k]: the token of each row of work
-  Share* shares;         // [tokens * top_k]
+  Share* shares;         // [tokens, top_k]
   Span* spans;           // [tokens]
   Tile* few;
   Tile* many;
@@ -72,55 +78,106 @@ struct Choices {
   u32 both, pad;  // whether there are kernels for many rows
 };
 
-__device__ __forceinline__ u32 home(const Choices& c, u32 i) {
-  int id = c.ids[i];
-  return id < 0 || (u32)id >= c.layer_experts ? ~0u : c.homes[id];
-}
+#define GROUP_WARPS 32
+#define GROUP_COUNTERS 8192
+#define GROUP_SEATS 1024
 
-extern "C" __global__ void __launch_bounds__(256) kt_group(const __grid_constant__ Choices c) {
-  const u32 slots = c.tokens * c.top_k;
-  for (u32 e = threadIdx.x; e < c.experts; e += 256) {
+// Rows, and tiles of few and of many.
+struct Totals {
+  u32 of[3];
+};
+
+extern "C" __global__ void __launch_bounds__(GROUP_WARPS * 32) kt_group(const __grid_constant__ Choices c) {
+  __shared__ u32 counters[GROUP_COUNTERS];
+  __shared__ Seat few_seats[GROUP_SEATS];
+  __shared__ Totals totals[GROUP_WARPS];
+  const u32 slots = c.tokens * c.top_k, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Each warp takes a run of choices and counts them by expert, with counters of its own. Layers with more experts than there are counters are counted
+  // by one warp, in global memory.
+  u32* const counts = c.experts > GROUP_COUNTERS ? c.starts : counters;
+  Seat* const seats = slots > GROUP_SEATS ? c.seats : few_seats;
+  u32 warps = c.experts ? GROUP_COUNTERS / c.experts : GROUP_WARPS;
+  warps = warps > GROUP_WARPS ? GROUP_WARPS : warps ? warps : 1;
+  const u32 run = ((slots + 31) / 32 + warps - 1) / warps * 32;
+  warps = (slots + run - 1) / run;
+  for (u32 i = threadIdx.x; i < warps * c.experts; i += GROUP_WARPS * 32) counts[i] = 0;
+  __syncthreads();
+  if (warp < warps) {
+    const u32 end = warp * run + run < slots ? warp * run + run : slots;
+    for (u32 first = warp * run; first < end; first += 32) {
+      const u32 i = first + lane;
+      u32 e = ~0u;
+      if (i < end) {
+        const int id = c.ids[i];
+        if (id >= 0 && (u32)id < c.layer_experts) e = c.homes[id];
+        if (e >= c.experts) e = ~0u;
+      }
+      const u32 same = match(e), at = warp * c.experts + e;
+      const u32 so_far = e == ~0u ? 0 : counts[at];
+      sync_warp();
+      if (e != ~0u && same >> lane == 1) counts[at] = so_far + ones(same);
+      sync_warp();
+      if (i < end) seats[i] = {e, so_far + ones(same & ((1u << lane) - 1))};
+    }
+  }
+  __syncthreads();
+  // Sums over all experts before; the counters become the first row of each warp's run.
+  Totals all = {};
+  for (u32 first = 0; first < c.experts; first += GROUP_WARPS * 32) {
+    const u32 e = first + threadIdx.x;
     u32 n = 0;
-    for (u32 i = 0; i < slots; i++) n += home(c, i) == e;
-    c.starts[e + 1] = n;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    u32 at = 0, few = 0, many = 0;
-    c.starts[0] = 0;
-    for (u32 e = 0; e < c.experts; e++) {
-      u32 n = c.starts[e + 1];
-      const bool long_ = c.both && n > FEW * 8;
-      const u32 most = long_ ? MANY * 8 : FEW * 8;
-      for (u32 i = 0; i < n; i += most) {
-        Tile tile = {e, at + i, n - i < most ? n - i : most};
-        if (long_) c.many[many++] = tile;
-        else c.few[few++] = tile;
+    if (e < c.experts)
+      for (u32 w = 0; w < warps; w++) n += counts[w * c.experts + e];
+    const bool long_ = c.both && n > FEW * 8;
+    const u32 most = long_ ? MANY * 8 : FEW * 8, tiles = (n + most - 1) / most;
+    const Totals own = {n, long_ ? 0 : tiles, long_ ? tiles : 0};
+    Totals at = own;
+#pragma unroll
+    for (u32 k = 0; k < 3; k++)
+#pragma unroll
+      for (u32 d = 1; d < 32; d *= 2) {
+        const u32 v = shuffle_up(at.of[k], d);
+        if (lane >= d) at.of[k] += v;
       }
-      c.starts[e + 1] = at += n;
-    }
-    c.counts[0] = few, c.counts[1] = many;
-  }
-  __syncthreads();
-  for (u32 e = threadIdx.x; e < c.experts; e += 256) {
-    u32 at = c.starts[e];
-    for (u32 i = 0; i < slots; i++)
-      if (home(c, i) == e) {
-        c.rows[at] = i / c.top_k;
-        c.shares[i] = {at++, c.weights[i]};
+    if (lane == 31) totals[warp] = at;
+    __syncthreads();
+#pragma unroll
+    for (u32 k = 0; k < 3; k++) {
+      u32 before = all.of[k] - own.of[k];
+      for (u32 w = 0; w < GROUP_WARPS; w++) {
+        const u32 v = totals[w].of[k];
+        before += w < warp ? v : 0;
+        all.of[k] += v;
       }
-  }
-  __syncthreads();
-  // A token's shares by rising row, which is by rising expert; those of experts that are not here fall out.
-  for (u32 token = threadIdx.x; token < c.tokens; token += 256) {
-    u32 first = token * c.top_k, end = first;
-    for (u32 i = first; i < first + c.top_k; i++) {
-      if (home(c, i) >= c.experts) continue;
-      Share s = c.shares[i];
-      u32 j = end++;
-      for (; j > first && c.shares[j - 1].row > s.row; j--) c.shares[j] = c.shares[j - 1];
-      c.shares[j] = s;
+      at.of[k] += before;
     }
-    c.spans[token] = {first, end};
+    if (e < c.experts) {
+      u32 row = at.of[0];
+      for (u32 w = 0; w < warps; w++) {
+        const u32 v = counts[w * c.experts + e];
+        counts[w * c.experts + e] = row;
+        row += v;
+      }
+      Tile* to = long_ ? c.many + at.of[2] : c.few + at.of[1];
+      for (u32 i = 0; i < n; i += most) *to++ = {e, at.of[0] + i, n - i < most ? n - i : most};
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) c.counts[0] = all.of[1], c.counts[1] = all.of[2];
+  // A token's shares by rising row, which is by rising expert, then by choice; those of experts that are not here fall out.
+  for (u32 i = threadIdx.x; i < slots; i += GROUP_WARPS * 32) {
+    const u32 token = i / c.top_k, first = token * c.top_k;
+    const Seat seat = seats[i];
+    u32 here = 0, before = 0;
+    for (u32 j = first; j < first + c.top_k; j++) {
+      const u32 e = seats[j].expert;
+      here += e != ~0u;
+      before += e < seat.expert || (e == seat.expert && j < i);
+    }
+    if (i == first) c.spans[token] = {first, first + here};
+    if (seat.expert == ~0u) continue;
+    const u32 row = counts[i / run * c.experts + seat.expert] + seat.before;
+    c.rows[row] = token;
+    c.shares[first + before] = {row, c.weights[i]};
   }
 }

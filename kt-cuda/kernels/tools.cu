@@ -27,23 +27,39 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
   return d;
 }
 
-// Reads weights: once, so that they need no place in the first cache. They do not change while a kernel runs, so these may be moved like any arithmetic.
-__device__ __forceinline__ u32 stream1(const void* p) {
-  u32 v;
-  asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
+// Reads weights, if they are there, else leaves `v`: without a branch, which would part what a warp has on its way. `stream` is for what is read once, and
+// needs no place in the first cache. They do not change while a kernel runs, so these may be moved like any arithmetic.
+__device__ __forceinline__ void stream(u32& v, const void* p, bool there) {
+  asm("{ .reg .pred t; setp.ne.u32 t, %2, 0; @t ld.global.nc.L1::no_allocate.u32 %0, [%1]; }" : "+r"(v) : "l"(p), "r"((u32)there));
 }
-__device__ __forceinline__ uint2 stream2(const void* p) {
-  uint2 v;
-  asm("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
+__device__ __forceinline__ void stream(uint2& v, const void* p, bool there) {
+  asm("{ .reg .pred t; setp.ne.u32 t, %3, 0; @t ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2]; }" : "+r"(v.x), "+r"(v.y) : "l"(p), "r"((u32)there));
 }
-__device__ __forceinline__ uint4 stream4(const void* p) {
-  uint4 v;
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
+__device__ __forceinline__ void stream(uint4& v, const void* p, bool there) {
+  asm("{ .reg .pred t; setp.ne.u32 t, %5, 0; @t ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4]; }" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((u32)there));
+}
+__device__ __forceinline__ void cached(u16& v, const void* p, bool there) {
+  asm("{ .reg .pred t; setp.ne.u32 t, %2, 0; @t ld.global.nc.u16 %0, [%1]; }" : "+h"(v) : "l"(p), "r"((u32)there));
+}
+__device__ __forceinline__ void cached(u32& v, const void* p, bool there) {
+  asm("{ .reg .pred t; setp.ne.u32 t, %2, 0; @t ld.global.nc.u32 %0, [%1]; }" : "+r"(v) : "l"(p), "r"((u32)there));
+}
+__device__ __forceinline__ void cached(uint2& v, const void* p, bool there) {
+  asm("{ .reg .pred t; setp.ne.u32 t, %3, 0; @t ld.global.nc.v2.u32 {%0,%1}, [%2]; }" : "+r"(v.x), "+r"(v.y) : "l"(p), "r"((u32)there));
+}
+__device__ __forceinline__ void cached(uint4& v, const void* p, bool there) {
+  asm("{ .reg .pred t; setp.ne.u32 t, %5, 0; @t ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4]; }" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((u32)there));
+}
+
+// Copies 16 bytes to shared memory, some time before `copies_done`. Copies from one `copies_end` to the next are a group; `copies_done<N>` waits for all
+// groups but the last N, of this thread's: a barrier tells the others.
+__device__ __forceinline__ void copy(void* to, const void* from) {
+  asm volatile("{ .reg .u64 at; cvta.to.shared.u64 at, %0; cp.async.cg.shared.global [at], [%1], 16; }" ::"l"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void copies_done() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
 __device__ __forceinline__ float f16(u16 bits) {
@@ -51,6 +67,14 @@ __device__ __forceinline__ float f16(u16 bits) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
   return v;
 }
+
+// Among a warp's lanes, all of which come here: those with the same value; the value of the lane that is `by` below (its own where there is none); and what
+// the others wrote before is there.
+__device__ __forceinline__ u32 match(u32 v) { return __match_any_sync(~0u, v); }
+__device__ __forceinline__ u32 shuffle_up(u32 v, u32 by) { return __shfl_up_sync(~0u, v, by); }
+__device__ __forceinline__ void sync_warp() { __syncwarp(); }
+
+__device__ __forceinline__ u32 ones(u32 v) { return (u32)__popc((int)v); }
 
 __device__ __forceinline__ float f32(u32 bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }

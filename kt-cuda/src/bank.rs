@@ -546,7 +546,7 @@ impl Bank {
             true => (experts, 0),
             false => (experts + rows / call::FEW, 0),
         };
-        Counts { tokens, rows, few, many, element: 0, output: false }
+        Counts { tokens, rows, few, many, element: 0, choices: true, output: false }
     }
 }
 
@@ -578,9 +578,9 @@ impl CudaBank {
         let make = || -> Result<PreparedCall, String> {
             let context = &self.gpu.context;
             let scratch = Buffer::new(context, places.bytes, "rows of a prepared call")?;
-            // Behind the homes, where experts' rows begin: one more than there are experts.
+            // Behind the homes, a number for each expert that is here.
             let layer = bank.layer.experts;
-            let homes = Buffer::new(context, (layer + bank.count + 1) * 4, "experts' places")?;
+            let homes = Buffer::new(context, (layer + bank.count) * 4, "experts' places")?;
             let mut table = Pinned::new(context, layer * 4)?;
             for (expert, home) in table.bytes().as_chunks_mut::<4>().0.iter_mut().enumerate() {
                 *home = local(expert as u32).unwrap_or(u32::MAX).to_ne_bytes();

@@ -131,6 +131,8 @@ pub(crate) struct Places {
     pub many: usize,
     pub counts: usize,
     pub sent: usize,
+    /// Of choices that are grouped on the device.
+    pub seats: usize,
     /// Inputs as BF16; intermediate rows; an output of each row; the outputs of tokens.
     pub x: usize,
     pub h: usize,
@@ -148,6 +150,7 @@ impl Counts {
             few: tiles[0].len(),
             many: tiles[1].len(),
             element: if matches!(*work.input, Hidden::F32(_)) { 4 } else { 2 },
+            choices: false,
             output: true,
         }
     }
@@ -162,6 +165,8 @@ pub(crate) struct Counts {
     pub many: usize,
     /// Bytes of an input element: 4 or 2; 0 where inputs do not come through the scratch.
     pub element: usize,
+    /// Whether rows are made of choices on the device.
+    pub choices: bool,
     /// Whether outputs are kept in the scratch.
     pub output: bool,
 }
@@ -178,11 +183,12 @@ impl Places {
         let many = cuts.take(n.many * size_of::<Tile>());
         let counts = cuts.take(8);
         let sent = cuts.end();
+        let seats = cuts.take(if n.choices { n.rows * 8 } else { 0 });
         let x = cuts.take(n.tokens * padded(0) * 2);
         let h = cuts.take(n.rows * padded(2) * 2);
         let y = cuts.take(n.rows * shape.hidden * 4);
         let out = cuts.take(if n.output { n.tokens * shape.hidden * 4 } else { 0 });
-        Places { input, rows, spans, shares, few, many, counts, sent, x, h, y, out, bytes: cuts.end() }
+        Places { input, rows, spans, shares, few, many, counts, sent, seats, x, h, y, out, bytes: cuts.end() }
     }
 }
 
@@ -274,6 +280,7 @@ struct Choices {
     weights: u64,
     homes: u64,
     starts: u64,
+    seats: u64,
     rows: u64,
     shares: u64,
     spans: u64,
@@ -297,7 +304,7 @@ pub(crate) enum At {
 
 impl Launch<'_> {
     /// Groups choices that are on the device: writes rows, shares, spans, tiles and their counts. `homes` has the local expert of each of `layer_experts`, and
-    /// room for one more number than there are `experts` here.
+    /// room for a number of each of the `experts` here.
     ///
     /// # Errors
     /// What the driver says.
@@ -318,6 +325,7 @@ impl Launch<'_> {
             weights,
             homes: homes.address(),
             starts: homes.address() + layer_experts as u64 * 4,
+            seats: scratch(places.seats),
             rows: scratch(places.rows),
             shares: scratch(places.shares),
             spans: scratch(places.spans),
@@ -331,8 +339,8 @@ impl Launch<'_> {
             both: self.products.iter().all(|p| p.many.is_some()).into(),
             _pad: 0,
         };
-        // SAFETY: choices are the caller's promise; there is a row and a share for each, a span for each token, and room for the most tiles that there can be.
-        unsafe { self.stream.launch(&self.around.group, (1, 1), 256, &choices) }
+        // SAFETY: choices are the caller's promise; there is a row, a seat and a share for each, a span for each token, and room for the most tiles that there can be.
+        unsafe { self.stream.launch(&self.around.group, (1, 1), 1024, &choices) }
     }
 
     fn at(&self, at: At) -> u64 {

@@ -202,7 +202,7 @@ impl Layout {
             Codes::Fp8 | Codes::Int8 | Codes::Int4 => (group(self.kind.bytes()), 0),
             Codes::Int8Zero | Codes::Int4Zero => (group(self.kind.bytes()), group(2)),
             Codes::Mxfp8 | Codes::Mxfp4 => (steps * BLOCK, 0),
-            Codes::Q4K => (steps / 8 * BLOCK * 16, 0),
+            Codes::Q4K => (steps * BLOCK * 2, steps / 8 * BLOCK * 4),
             Codes::Q6K => (steps * BLOCK * 2, steps / 8 * BLOCK * 2),
         };
         [steps * self.codes.step_bytes(), scales, zeros]
@@ -403,7 +403,8 @@ impl Layout {
     fn place_scales(&self, matrix: &Matrix, row: usize, in_block: usize, scales: &mut [u8], zeros: &mut [u8]) {
         let bytes = matrix.row(row);
         fn put<const N: usize>(plane: &mut [u8], group: usize, in_block: usize, v: [u8; N]) {
-            plane[(group * BLOCK + in_block) * N..][..N].copy_from_slice(&v);
+            // Outputs g and g + 8 are neighbours: a lane has both.
+            plane[(group * BLOCK + in_block % 8 * 2 + in_block / 8) * N..][..N].copy_from_slice(&v);
         }
         match self.format {
             Format::Bf16 | Format::Fp8Block => {}
@@ -417,8 +418,15 @@ impl Layout {
                 bytes.chunks_exact(ggml::MXFP4_BYTES).enumerate().for_each(|(g, b)| put(scales, g, in_block, [b[0]]));
             }
             Format::Q4K => {
-                for (g, b) in bytes.as_chunks::<{ ggml::Q4K_BYTES }>().0.iter().enumerate() {
-                    put(scales, g, in_block, *b.first_chunk::<16>().expect("a block has 144 bytes"));
+                for (i, b) in bytes.as_chunks::<{ ggml::Q4K_BYTES }>().0.iter().enumerate() {
+                    put(zeros, i, in_block, [b[0], b[1], b[2], b[3]]);
+                    // Groups 0..4: six bits of bytes j and j + 4. Groups 4..8: four bits of byte j + 4, and the top two of bytes j - 4 and j.
+                    let six = &b[4..16];
+                    for j in 0..4 {
+                        put(scales, i * 8 + j, in_block, [six[j] & 63, six[j + 4] & 63]);
+                        let (low, high) = (six[j + 8], [six[j] >> 6, six[j + 4] >> 6]);
+                        put(scales, i * 8 + 4 + j, in_block, [low & 15 | high[0] << 4, low >> 4 | high[1] << 4]);
+                    }
                 }
             }
             Format::Q6K => {

@@ -7,7 +7,7 @@ mod common;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use common::{Fake, Memory, Stream};
+use common::{Driver, Memory, Stream};
 use kt_core::activation::Activation;
 use kt_core::backend::{LoadContext, Progress};
 use kt_core::cpu::team::Team;
@@ -82,7 +82,7 @@ impl Example {
     }
 }
 
-fn reason(fake: &Fake) -> String {
+fn reason(fake: &Driver) -> String {
     fake.builder().nvrtc(NOWHERE).build(0).err().expect("a reason").to_string()
 }
 
@@ -136,33 +136,43 @@ fn codes_reach_the_products_exactly() {
     assert_eq!(fake.number("fake_wrong_codes"), 0);
 }
 
+#[test]
+fn choices_are_grouped_as_they_should() {
+    let Some(fake) = common::fake("groups") else { return };
+    for backwards in [0, 1] {
+        fake.set("backwards", backwards);
+        assert_eq!(fake.number("fake_wrong_groups"), 0);
+    }
+}
+
 /// Hidden and intermediate sizes that are multiples of nothing.
 #[test]
 fn odd_shapes_are_filled_up() {
-    let Some(fake) = common::fake("odd") else { return };
-    let Some(compiler) = common::fake_of("libnvrtc", "odd") else { return };
-    let backend = fake.builder().nvrtc(&compiler.path).build(0).unwrap();
-    for (format, hidden, intermediate) in [
-        (Format::Bf16, 50, 37),
-        (Format::Bf16, 1, 1),
-        (Format::Bf16, 129, 17),
-        (Format::Fp8Channel, 33, 100),
-        (Format::Fp8Block, 200, 131),
-        (Format::Int8(Group::Row), 77, 45),
-        (Format::Int8Asym(Group::Row), 45, 77),
-        (Format::Int4(Group::Row), 70, 34),
-        (Format::Int4Asym(Group::Row), 34, 70),
-        (Format::Int4(Group::Of(96)), 288, 96),
-    ] {
-        let source = source(format, hidden, intermediate);
-        let bank = load(&backend, &source, &[0, 1, 2, 3]).unwrap();
-        let naive = Naive::new(&source);
-        for tokens in [1, 9, 70] {
-            let example = example(tokens, hidden, 11);
-            let want = naive.forward(&Hidden::F32(example.input.clone()), tokens, &example.ids, &example.weights, 2);
-            let error = mean_error(&want, &example.run(&bank));
-            // A single column is one rounding, not a mean of many.
-            assert!(error < 0.007, "{format} {hidden}x{intermediate}, {tokens} tokens: {error}");
+    for fake in common::drivers("odd") {
+        let backend = fake.compiling().unwrap().build(0).unwrap();
+        for (format, hidden, intermediate) in [
+            (Format::Bf16, 50, 37),
+            (Format::Bf16, 1, 1),
+            (Format::Bf16, 129, 17),
+            (Format::Fp8Channel, 33, 100),
+            (Format::Fp8Block, 200, 131),
+            (Format::Int8(Group::Row), 77, 45),
+            (Format::Int8Asym(Group::Row), 45, 77),
+            (Format::Int4(Group::Row), 70, 34),
+            (Format::Int4Asym(Group::Row), 34, 70),
+            (Format::Int4(Group::Of(96)), 288, 96),
+        ] {
+            let source = source(format, hidden, intermediate);
+            let bank = load(&backend, &source, &[0, 1, 2, 3]).unwrap();
+            let naive = Naive::new(&source);
+            for tokens in [1, 9, 70] {
+                let example = example(tokens, hidden, 11);
+                let want =
+                    naive.forward(&Hidden::F32(example.input.clone()), tokens, &example.ids, &example.weights, 2);
+                let error = mean_error(&want, &example.run(&bank));
+                // A single column is one rounding, not a mean of many.
+                assert!(error < 0.007, "{format} {hidden}x{intermediate}, {tokens} tokens: {error}");
+            }
         }
     }
 }
@@ -170,50 +180,55 @@ fn odd_shapes_are_filled_up() {
 /// The PTX that comes with the crate has no kernels for many rows.
 #[test]
 fn few_rows_at_a_time_give_the_bits_of_many_in_any_order_of_threads() {
-    let Some(fake) = common::fake("bits") else { return };
-    let Some(compiler) = common::fake_of("libnvrtc", "bits") else { return };
-    let backends = [fake.backend(), fake.builder().nvrtc(&compiler.path).build(0).unwrap()];
-    for format in [Format::Bf16, Format::Int4(Group::Of(32)), Format::Q4K, Format::Q6K] {
-        let source = source(format, 256, 512);
-        let example = example(150, 256, 3);
-        let run = || backends.each_ref().map(|b| example.run(&load(b, &source, &[0, 1, 2, 3]).unwrap()));
-        let [few, both] = run();
-        assert!(few.iter().any(|&v| v != 0.0) && few == both, "{format}");
-        // Where a barrier was missing, the order of threads would show.
-        fake.set("backwards", 1);
-        assert_eq!(run(), [few, both], "{format}");
-        fake.set("backwards", 0);
+    for fake in common::drivers("bits") {
+        let backends = <[CudaBackend; 2]>::try_from(fake.backends()).ok().expect("a compiler");
+        for format in [Format::Bf16, Format::Int4(Group::Of(32)), Format::Q4K, Format::Q6K] {
+            let source = source(format, 256, 512);
+            let example = example(150, 256, 3);
+            let run = || backends.each_ref().map(|b| example.run(&load(b, &source, &[0, 1, 2, 3]).unwrap()));
+            let [few, both] = run();
+            assert!(few.iter().any(|&v| v != 0.0) && few == both, "{format}");
+            // Where a barrier was missing, the order of threads would show.
+            fake.set("backwards", 1);
+            assert_eq!(run(), [few, both], "{format}");
+            fake.set("backwards", 0);
+        }
     }
 }
 
 #[test]
 fn work_in_flight_keeps_to_itself() {
-    let Some(fake) = common::fake("flight") else { return };
-    let backend = fake.backend();
-    let source = source(Format::Bf16, 64, 96);
-    let bank = load(&backend, &source, &[0, 1, 2, 3]).unwrap();
-    let examples: Vec<Example> = (0..6).map(|i| example(5 + i, 64, i as u64)).collect();
-    let alone: Vec<Vec<f32>> = examples.iter().map(|e| e.run(&bank)).collect();
-    // Waited for in another order, some not at all. Nothing of the device's work runs before a wait.
-    let mut pending: Vec<_> = examples.iter().map(|e| Some(bank.submit(e.work()))).collect();
-    for i in [4, 1, 5] {
-        assert_eq!(pending[i].take().unwrap().wait().unwrap().output, alone[i], "work {i}");
-    }
-    drop(pending);
-    assert_eq!(examples[3].run(&bank), alone[3]);
-    // From several threads at once, and with a driver that does all at once.
-    fake.set("eager", 1);
-    std::thread::scope(|scope| {
-        for (example, alone) in examples.iter().zip(&alone) {
-            scope.spawn(|| (0..3).for_each(|_| assert_eq!(example.run(&bank), *alone)));
+    for fake in common::drivers("flight") {
+        let backend = fake.backend();
+        let source = source(Format::Bf16, 64, 96);
+        let bank = load(&backend, &source, &[0, 1, 2, 3]).unwrap();
+        let examples: Vec<Example> = (0..6).map(|i| example(5 + i, 64, i as u64)).collect();
+        let alone: Vec<Vec<f32>> = examples.iter().map(|e| e.run(&bank)).collect();
+        // Waited for in another order, some not at all. Nothing of the device's work runs before a wait.
+        let mut pending: Vec<_> = examples.iter().map(|e| Some(bank.submit(e.work()))).collect();
+        for i in [4, 1, 5] {
+            assert_eq!(pending[i].take().unwrap().wait().unwrap().output, alone[i], "work {i}");
         }
-    });
-    // What is under way outlives its bank and backend.
-    fake.set("eager", 0);
-    let last = bank.submit(examples[2].work());
-    drop((bank, backend));
-    assert_eq!(last.wait().unwrap().output, alone[2]);
-    assert_eq!(fake.number("fake_live_bytes") + fake.number("fake_live_host_bytes"), 0, "bytes that were not freed");
+        drop(pending);
+        assert_eq!(examples[3].run(&bank), alone[3]);
+        // From several threads at once, and with a driver that does all at once.
+        fake.set("eager", 1);
+        std::thread::scope(|scope| {
+            for (example, alone) in examples.iter().zip(&alone) {
+                scope.spawn(|| (0..3).for_each(|_| assert_eq!(example.run(&bank), *alone)));
+            }
+        });
+        // What is under way outlives its bank and backend.
+        fake.set("eager", 0);
+        let last = bank.submit(examples[2].work());
+        drop((bank, backend));
+        assert_eq!(last.wait().unwrap().output, alone[2]);
+        assert_eq!(
+            fake.number("fake_live_bytes") + fake.number("fake_live_host_bytes"),
+            0,
+            "bytes that were not freed"
+        );
+    }
 }
 
 #[test]
@@ -260,7 +275,7 @@ fn each_call_may_fail() {
     let Some(fake) = common::fake("each") else { return };
     let source = source(Format::Q8_0, 64, 64);
     let example = example(20, 64, 1);
-    let all = |fake: &Fake| -> Result<Vec<f32>, String> {
+    let all = |fake: &Driver| -> Result<Vec<f32>, String> {
         let backend = fake.builder().nvrtc(NOWHERE).build(0).map_err(|e| e.to_string())?;
         let bank = load(&backend, &source, &[0, 1, 2, 3]).map_err(|e| e.to_string())?;
         bank.run(example.work()).map(|w| w.output).map_err(|e| e.to_string())
@@ -315,83 +330,87 @@ fn each_call_may_fail() {
 
 #[test]
 fn experts_are_replaced() {
-    let Some(fake) = common::fake("replace") else { return };
-    let backend = fake.backend();
-    let source = source(Format::Int8(Group::Of(32)), 64, 96);
-    let layer = &source.layers()[0];
-    let example = example(6, 64, 1);
-    let want = example.run(&load(&backend, &source, &[0, 3, 2, 2]).unwrap());
-    let bank = backend.load_bank(layer, &[0, 1, 2, 3], &source, &context(true)).unwrap();
-    assert_ne!(example.run(&bank), want);
-    bank.replace(1, 3, &source).unwrap();
-    bank.replace(3, 2, &source).unwrap();
-    assert_eq!(example.run(&bank), want);
-    assert!(bank.replace(4, 0, &source).err().unwrap().to_string().contains("only 0..4"));
-    // Calls that are prepared now know them: expert 1 is no longer here, and 3 is in its place.
-    fake.enter();
-    let call = bank.prepare(6, 2).unwrap();
-    let [input, output] = [(); 2].map(|()| Memory::new(&fake, 6 * 64 * 4));
-    let [ids, weights] = [(); 2].map(|()| Memory::new(&fake, 6 * 2 * 4));
-    let there: Vec<i32> = example.ids.iter().map(|&id| if id == 1 { -1 } else { id }).collect();
-    input.put(&example.input);
-    ids.put(&example.ids);
-    weights.put(&example.weights);
-    let batch = DeviceBatch {
-        tokens: 6,
-        input: input.address(),
-        element: Element::F32,
-        topk_ids: ids.address(),
-        topk_weights: weights.address(),
-        output: output.address(),
-        add: false,
-    };
-    let stream = Stream::new(&fake);
-    // SAFETY: memory of these sizes, which lives as long as the fake.
-    unsafe { call.submit_on(stream.handle, &batch) }.unwrap();
-    stream.wait();
-    let all = load(&backend, &source, &[0, 1, 2, 3]).unwrap();
-    let want = Example { ids: there, input: example.input.clone(), weights: example.weights.clone(), ..example };
-    assert_eq!(output.floats(), want.run(&all));
-    let fixed = load(&backend, &source, &[0, 1]).unwrap();
-    assert!(
-        fixed
-            .replace(0, 1, &source)
-            .err()
-            .unwrap()
-            .to_string()
-            .contains("not loaded as one whose experts are replaced")
-    );
+    for fake in common::drivers("replace") {
+        let backend = fake.backend();
+        let source = source(Format::Int8(Group::Of(32)), 64, 96);
+        let layer = &source.layers()[0];
+        let example = example(6, 64, 1);
+        let want = example.run(&load(&backend, &source, &[0, 3, 2, 2]).unwrap());
+        let bank = backend.load_bank(layer, &[0, 1, 2, 3], &source, &context(true)).unwrap();
+        assert_ne!(example.run(&bank), want);
+        bank.replace(1, 3, &source).unwrap();
+        bank.replace(3, 2, &source).unwrap();
+        assert_eq!(example.run(&bank), want);
+        assert!(bank.replace(4, 0, &source).err().unwrap().to_string().contains("only 0..4"));
+        // Calls that are prepared now know them: expert 1 is no longer here, and 3 is in its place.
+        fake.enter();
+        let call = bank.prepare(6, 2).unwrap();
+        let [input, output] = [(); 2].map(|()| Memory::new(&fake, 6 * 64 * 4));
+        let [ids, weights] = [(); 2].map(|()| Memory::new(&fake, 6 * 2 * 4));
+        let there: Vec<i32> = example.ids.iter().map(|&id| if id == 1 { -1 } else { id }).collect();
+        input.put(&example.input);
+        ids.put(&example.ids);
+        weights.put(&example.weights);
+        let batch = DeviceBatch {
+            tokens: 6,
+            input: input.address(),
+            element: Element::F32,
+            topk_ids: ids.address(),
+            topk_weights: weights.address(),
+            output: output.address(),
+            add: false,
+        };
+        let stream = Stream::new(&fake);
+        // SAFETY: memory of these sizes, which lives as long as the fake.
+        unsafe { call.submit_on(stream.handle, &batch) }.unwrap();
+        stream.wait();
+        let all = load(&backend, &source, &[0, 1, 2, 3]).unwrap();
+        let want = Example { ids: there, input: example.input.clone(), weights: example.weights.clone(), ..example };
+        assert_eq!(output.floats(), want.run(&all));
+        let fixed = load(&backend, &source, &[0, 1]).unwrap();
+        assert!(
+            fixed
+                .replace(0, 1, &source)
+                .err()
+                .unwrap()
+                .to_string()
+                .contains("not loaded as one whose experts are replaced")
+        );
+    }
 }
 
 /// A layer whose experts are nowhere on the device: brought for one call, with the bits of those that are loaded.
 #[test]
 fn streamed_layers_have_the_bits_of_loaded_ones() {
-    let Some(fake) = common::fake("stream") else { return };
-    let Some(compiler) = common::fake_of("libnvrtc", "stream") else { return };
-    for nvrtc in [compiler.path.clone(), NOWHERE.into()] {
-        let backend = fake.builder().nvrtc(nvrtc).build(0).unwrap();
-        let source: Arc<dyn WeightSource> = Arc::new(source(Format::Int4(Group::Of(32)), 64, 96));
-        let layer = source.layers()[0].clone();
-        let bank = backend.load_bank(&layer, &[0, 1, 2, 3], &*source, &context(false)).unwrap();
-        for tokens in [1, 20, 90] {
-            let example = example(tokens, 64, 8);
-            let want = example.run(&bank);
-            let live = fake.number("fake_live_bytes");
-            let got = backend.stream(&layer, &source, example.work()).wait().unwrap();
-            assert_eq!(got.output, want, "{tokens} tokens");
-            assert_eq!(fake.number("fake_live_bytes"), live, "what was streamed is not kept");
+    for fake in common::drivers("stream") {
+        for backend in fake.backends() {
+            let source: Arc<dyn WeightSource> = Arc::new(source(Format::Int4(Group::Of(32)), 64, 96));
+            let layer = source.layers()[0].clone();
+            let bank = backend.load_bank(&layer, &[0, 1, 2, 3], &*source, &context(false)).unwrap();
+            for tokens in [1, 20, 90] {
+                let example = example(tokens, 64, 8);
+                let want = example.run(&bank);
+                let live = fake.number("fake_live_bytes");
+                let got = backend.stream(&layer, &source, example.work()).wait().unwrap();
+                assert_eq!(got.output, want, "{tokens} tokens");
+                assert_eq!(fake.number("fake_live_bytes"), live, "what was streamed is not kept");
+            }
+            let took = backend.probe_stream(&layer).unwrap();
+            assert_eq!((took.device_bytes, took.host_bytes), (bank.packed_bytes() / 2, bank.packed_bytes() / 2));
         }
-        let took = backend.probe_stream(&layer).unwrap();
-        assert_eq!((took.device_bytes, took.host_bytes), (bank.packed_bytes() / 2, bank.packed_bytes() / 2));
+        let backend = fake.backend();
+        let source: Arc<dyn WeightSource> = Arc::new(source(Format::Bf16, 64, 96));
+        // One that nobody waits for goes on by itself, and another beside it.
+        drop(backend.stream(&source.layers()[0], &source, example(3, 64, 1).work()));
+        assert!(backend.stream(&source.layers()[0], &source, example(9, 64, 8).work()).wait().is_ok());
+        if !fake.emulated {
+            continue;
+        }
+        fake.fail("kernel", 3, 719);
+        let why =
+            backend.stream(&source.layers()[0], &source, example(9, 64, 8).work()).wait().err().unwrap().to_string();
+        assert!(why.contains("cuda:0") && why.contains("unspecified launch failure"), "{why}");
     }
-    let backend = fake.backend();
-    let source: Arc<dyn WeightSource> = Arc::new(source(Format::Bf16, 64, 96));
-    // One that nobody waits for goes on by itself, and another beside it.
-    drop(backend.stream(&source.layers()[0], &source, example(3, 64, 1).work()));
-    assert!(backend.stream(&source.layers()[0], &source, example(9, 64, 8).work()).wait().is_ok());
-    fake.fail("kernel", 3, 719);
-    let why = backend.stream(&source.layers()[0], &source, example(9, 64, 8).work()).wait().err().unwrap().to_string();
-    assert!(why.contains("cuda:0") && why.contains("unspecified launch failure"), "{why}");
 }
 
 #[test]
@@ -442,70 +461,102 @@ fn compiled_kernels_are_kept_and_checked() {
 /// On the caller's stream, in order with its other work, and in a graph; the bits are those of `submit`.
 #[test]
 fn prepared_calls_run_on_streams_and_in_graphs() {
-    let Some(fake) = common::fake("prepared") else { return };
-    let Some(compiler) = common::fake_of("libnvrtc", "prepared") else { return };
-    fake.enter();
-    for nvrtc in [compiler.path.clone(), NOWHERE.into()] {
-        let backend = fake.builder().nvrtc(nvrtc).build(0).unwrap();
-        let source = source(Format::Q4K, 256, 256);
-        for most in [1, 4, 90] {
-            // Expert 1 is elsewhere.
-            let bank = load(&backend, &source, &[3, 0, 2]).unwrap();
-            let homes = [1, 9, 2, 0];
-            let call = bank.prepare(most, 2).unwrap();
-            let (input, output) = (Memory::new(&fake, most * 256 * 4), Memory::new(&fake, most * 256 * 4));
-            let (ids, weights) = (Memory::new(&fake, most * 8), Memory::new(&fake, most * 8));
-            let batch = |tokens, add| DeviceBatch {
-                tokens,
-                input: input.address(),
-                element: Element::F32,
-                topk_ids: ids.address(),
-                topk_weights: weights.address(),
-                output: output.address(),
-                add,
-            };
-            let want = |example: &Example| {
-                let mut work = example.work();
-                let there: Vec<Home> =
-                    homes.iter().map(|&local| Home { bank: u32::from(local == 9) as _, local }).collect();
-                let share = scheduler::split(&example.ids, &example.weights, 2, &there, 2).remove(0);
-                (work.rows, work.experts) = (share.rows, share.experts);
-                bank.run(work).unwrap().output
-            };
-            let put = |example: &Example| {
-                input.put(&example.input);
-                ids.put(&example.ids);
-                weights.put(&example.weights);
-            };
-            let stream = Stream::new(&fake);
-            // As many as were prepared for, and fewer.
-            for tokens in [most, 1, most / 2 + 1] {
-                let examples = [1, 2, 3].map(|seed| example(tokens, 256, seed));
-                put(&examples[0]);
-                // SAFETY: memory of these sizes, which lives as long as the fake.
-                unsafe { call.submit_on(stream.handle, &batch(tokens, false)) }.unwrap();
-                // SAFETY: as above.
-                unsafe { call.submit_on(stream.handle, &batch(tokens, true)) }.unwrap();
-                stream.wait();
-                let twice: Vec<f32> = want(&examples[0]).iter().map(|v| v + v).collect();
-                assert_eq!(output.floats()[..tokens * 256], twice, "{tokens} tokens");
-
-                let allocated = || fake.calls("cuMemAlloc_v2") + fake.calls("cuMemAllocHost_v2");
-                let before = allocated();
-                // SAFETY: as above.
-                let graph = stream.capture(|| unsafe { call.submit_on(stream.handle, &batch(tokens, false)) }.unwrap());
-                assert_eq!(allocated(), before);
-                for example in &examples[1..] {
-                    put(example);
-                    graph.launch(&stream);
+    for fake in common::drivers("prepared") {
+        fake.enter();
+        for backend in fake.backends() {
+            let source = source(Format::Q4K, 256, 256);
+            for most in [1, 4, 90] {
+                // Expert 1 is elsewhere.
+                let bank = load(&backend, &source, &[3, 0, 2]).unwrap();
+                let homes = [1, 9, 2, 0];
+                let call = bank.prepare(most, 2).unwrap();
+                let (input, output) = (Memory::new(&fake, most * 256 * 4), Memory::new(&fake, most * 256 * 4));
+                let (ids, weights) = (Memory::new(&fake, most * 8), Memory::new(&fake, most * 8));
+                let batch = |tokens, add| DeviceBatch {
+                    tokens,
+                    input: input.address(),
+                    element: Element::F32,
+                    topk_ids: ids.address(),
+                    topk_weights: weights.address(),
+                    output: output.address(),
+                    add,
+                };
+                let want = |example: &Example| {
+                    let mut work = example.work();
+                    let there: Vec<Home> =
+                        homes.iter().map(|&local| Home { bank: u32::from(local == 9) as _, local }).collect();
+                    let share = scheduler::split(&example.ids, &example.weights, 2, &there, 2).remove(0);
+                    (work.rows, work.experts) = (share.rows, share.experts);
+                    bank.run(work).unwrap().output
+                };
+                let put = |example: &Example| {
+                    input.put(&example.input);
+                    ids.put(&example.ids);
+                    weights.put(&example.weights);
+                };
+                let stream = Stream::new(&fake);
+                // As many as were prepared for, and fewer.
+                for tokens in [most, 1, most / 2 + 1] {
+                    let examples = [1, 2, 3].map(|seed| example(tokens, 256, seed));
+                    put(&examples[0]);
+                    // SAFETY: memory of these sizes, which lives as long as the fake.
+                    unsafe { call.submit_on(stream.handle, &batch(tokens, false)) }.unwrap();
+                    // SAFETY: as above.
+                    unsafe { call.submit_on(stream.handle, &batch(tokens, true)) }.unwrap();
                     stream.wait();
-                    assert_eq!(output.floats()[..tokens * 256], want(example), "{tokens} tokens, in a graph");
+                    let twice: Vec<f32> = want(&examples[0]).iter().map(|v| v + v).collect();
+                    assert_eq!(output.floats()[..tokens * 256], twice, "{tokens} tokens");
+
+                    let allocated = || fake.calls("cuMemAlloc_v2") + fake.calls("cuMemAllocHost_v2");
+                    let before = allocated();
+                    // SAFETY: as above.
+                    let graph =
+                        stream.capture(|| unsafe { call.submit_on(stream.handle, &batch(tokens, false)) }.unwrap());
+                    assert_eq!(allocated(), before);
+                    for example in &examples[1..] {
+                        put(example);
+                        graph.launch(&stream);
+                        stream.wait();
+                        assert_eq!(output.floats()[..tokens * 256], want(example), "{tokens} tokens, in a graph");
+                    }
                 }
+                // SAFETY: nothing is done with it.
+                let why = unsafe { call.submit_on(stream.handle, &batch(most + 1, false)) }.err().unwrap().to_string();
+                assert!(why.contains("cuda:0") && why.contains("prepared for 1 to"), "{why}");
+                assert!(bank.prepare(0, 2).is_err() && bank.prepare(usize::MAX, 2).is_err());
             }
-            // SAFETY: nothing is done with it.
-            let why = unsafe { call.submit_on(stream.handle, &batch(most + 1, false)) }.err().unwrap().to_string();
-            assert!(why.contains("cuda:0") && why.contains("prepared for 1 to"), "{why}");
-            assert!(bank.prepare(0, 2).is_err() && bank.prepare(usize::MAX, 2).is_err());
         }
+    }
+}
+
+/// More choices than warps of the grouping kernel have at a time.
+#[test]
+fn prepared_calls_of_many_tokens_have_the_bits_of_works() {
+    const TOKENS: usize = 1500;
+    for fake in common::drivers("large") {
+        fake.enter();
+        let backend = fake.compiling().unwrap().build(0).unwrap();
+        let bank = load(&backend, &source(Format::Bf16, 32, 32), &[0, 1, 2, 3]).unwrap();
+        let call = bank.prepare(TOKENS, 2).unwrap();
+        let [input, output] = [(); 2].map(|()| Memory::new(&fake, TOKENS * 32 * 4));
+        let [ids, weights] = [(); 2].map(|()| Memory::new(&fake, TOKENS * 2 * 4));
+        let example = example(TOKENS, 32, 4);
+        input.put(&example.input);
+        ids.put(&example.ids);
+        weights.put(&example.weights);
+        let batch = DeviceBatch {
+            tokens: TOKENS,
+            input: input.address(),
+            element: Element::F32,
+            topk_ids: ids.address(),
+            topk_weights: weights.address(),
+            output: output.address(),
+            add: false,
+        };
+        let stream = Stream::new(&fake);
+        // SAFETY: memory of these sizes, which lives as long as the fake.
+        unsafe { call.submit_on(stream.handle, &batch) }.unwrap();
+        stream.wait();
+        assert_eq!(output.floats(), example.run(&bank));
     }
 }

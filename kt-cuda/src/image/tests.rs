@@ -30,7 +30,8 @@ fn sets() -> impl Iterator<Item = Set> {
 }
 
 /// PTX as it is kept: what it was made of in front, and none of the compiler's comments. NVRTC writes its own version of PTX on it, which older drivers
-/// refuse; nothing in it is newer than 7.4, and ptxas of CUDA 12.0 takes it as 8.0.
+/// refuse: it becomes 8.0, and hints that are newer (`used_bytes_mask`, of 8.3) are left out, which says nothing of what the code does. That nothing
+/// else is newer is what `ptx_that_comes_with_the_crate_is_of_its_version` looks for.
 fn kept(compiler: &Compiler, set: Set) -> String {
     let options: Vec<String> = set.options().into_iter().chain(["-DKT_FEW_ONLY".into()]).collect();
     let (ptx, _) =
@@ -38,7 +39,11 @@ fn kept(compiler: &Compiler, set: Set) -> String {
     let (major, minor) = compiler.version;
     let mut text = format!("// source {:032x}, NVRTC {major}.{minor}\n", set.fingerprint());
     let ptx = String::from_utf8(ptx).expect("PTX is text");
-    for line in ptx.lines().map(str::trim_end).filter(|l| !l.trim_start().starts_with("//") && !l.is_empty()) {
+    let dropped = |line: &str| {
+        let line = line.trim_start();
+        line.is_empty() || line.starts_with("//") || line.starts_with(".pragma \"used_bytes_mask ")
+    };
+    for line in ptx.lines().map(str::trim_end).filter(|l| !dropped(l)) {
         text += if line.starts_with(".version ") { ".version 8.0" } else { line };
         text.push('\n');
     }
@@ -79,6 +84,33 @@ fn write_ptx() {
     let compiler = compiler().expect("NVRTC");
     for set in sets() {
         std::fs::write(path(set), kept(&compiler, set)).unwrap_or_else(|e| panic!("{}: {e}", path(set).display()));
+    }
+}
+
+/// The files as a driver translates them: by each ptxas that `KT_PTXAS` names (as PATH names directories), without a word of complaint. One of CUDA 12.0 knows
+/// nothing that is newer than 8.0 and passes hints over with a warning; later ones refuse what is newer than the version that a file claims, as drivers do.
+/// `KT_REQUIRE=ptxas` says that there must be one.
+#[test]
+fn ptx_that_comes_with_the_crate_is_of_its_version() {
+    let Some(all) = std::env::var_os("KT_PTXAS") else {
+        let required = std::env::var("KT_REQUIRE").unwrap_or_default();
+        assert!(!required.split(',').any(|r| r == "ptxas"), "KT_PTXAS names no ptxas, but KT_REQUIRE does");
+        eprintln!("skipped: PTX of the crate by ptxas: KT_PTXAS names none");
+        return;
+    };
+    for (ptxas, set) in std::env::split_paths(&all).flat_map(|ptxas| sets().map(move |set| (ptxas.clone(), set))) {
+        for arch in ["sm_80", "sm_90"] {
+            let mut command = std::process::Command::new(&ptxas);
+            command.arg(format!("--gpu-name={arch}")).arg(path(set)).args(["--output-file", "/dev/null"]);
+            let ran = command.output().unwrap_or_else(|e| panic!("{}: {e}", ptxas.display()));
+            let said = [ran.stdout, ran.stderr].concat();
+            assert!(
+                ran.status.success() && said.is_empty(),
+                "{} for {arch}: {}",
+                path(set).display(),
+                String::from_utf8_lossy(&said)
+            );
+        }
     }
 }
 

@@ -1,5 +1,5 @@
 // CUDA's kernels as C++ of a CPU: for each thread of a block a context of its own, one running at a time. A warp's lanes meet at
-// each `mma`, which is then computed for all; a block's threads meet at each __syncthreads. Lanes that do not all come to
+// each `mma` (or other exchange between them), which is then computed for all; a block's threads meet at each __syncthreads. Lanes that do not all come to
 // the same place are an error, as they would be on a GPU.
 #pragma once
 #include <cmath>
@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #define KT_EMULATED
 #define __device__
@@ -17,10 +18,11 @@
 // One block runs at a time, so that its shared memory may be anybody's.
 #define __shared__ static
 
-struct uint2 {
+// Aligned as CUDA's, on which the size of what holds them depends.
+struct alignas(8) uint2 {
   uint32_t x, y;
 };
-struct uint4 {
+struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 struct dim3 {
@@ -29,17 +31,23 @@ struct dim3 {
 
 namespace emulated {
 
-constexpr uint32_t LANES = 32, MOST = 256;
+constexpr uint32_t LANES = 32, MOST = 1024;
 constexpr size_t STACK = 128 << 10;
 
-enum Wait { RUNS, AT_MMA, AT_BARRIER, DONE };
+enum Wait { RUNS, AT_MMA, AT_MATCH, AT_SHUFFLE, AT_WARP, AT_BARRIER, DONE };
 
+// One that is under way; the end of a group.
+struct Copy {
+  void* to;
+  const void* from;
+};
 struct Thread {
   void* sp;
   Wait wait;
   float* d;
   const uint32_t* a;
   uint32_t b[2];
+  std::vector<Copy> copies;
 };
 
 inline Thread threads[MOST];
@@ -114,6 +122,18 @@ inline void product(Thread* lanes) {
     for (uint32_t i = 0; i < 4; i++) lanes[lane].d[i] = c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
 }
 
+// Each lane's b[0] becomes the lanes with the same, or that of the lane b[1] below.
+inline void matched(Thread* lanes) {
+  uint32_t masks[LANES] = {};
+  for (uint32_t i = 0; i < LANES; i++)
+    for (uint32_t j = 0; j < LANES; j++) masks[i] |= (uint32_t)(lanes[i].b[0] == lanes[j].b[0]) << j;
+  for (uint32_t i = 0; i < LANES; i++) lanes[i].b[0] = masks[i];
+}
+inline void shuffled(Thread* lanes) {
+  for (uint32_t i = LANES; i-- > 0;)
+    if (i >= lanes[i].b[1]) lanes[i].b[0] = lanes[i - lanes[i].b[1]].b[0];
+}
+
 typedef void (*Body)(void*);
 inline Body body;
 inline void* argument;
@@ -136,8 +156,13 @@ inline bool warp(uint32_t first) {
     }
     for (uint32_t lane = 1; lane < LANES; lane++)
       if (lanes[lane].wait != lanes[0].wait) return broken = "lanes of a warp parted", false;
-    if (lanes[0].wait != AT_MMA) return true;
-    product(lanes);
+    switch (lanes[0].wait) {
+      case AT_MMA: product(lanes); break;
+      case AT_MATCH: matched(lanes); break;
+      case AT_SHUFFLE: shuffled(lanes); break;
+      case AT_WARP: break;
+      default: return true;
+    }
     for (uint32_t lane = 0; lane < LANES; lane++) lanes[lane].wait = RUNS;
   }
 }
@@ -152,7 +177,8 @@ inline bool block(uint32_t count, Body f, void* arg) {
     *--top = nullptr;  // so that a function finds the stack as after a call
     *--top = (void*)begin;
     for (int r = 0; r < 6; r++) *--top = nullptr;
-    threads[i] = {top, RUNS, nullptr, nullptr, {0, 0}};
+    threads[i].sp = top, threads[i].wait = RUNS;
+    threads[i].copies.clear();
   }
   for (;;) {
     for (uint32_t first = 0; first < count; first += LANES)
@@ -188,6 +214,17 @@ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
   emulated::pause(emulated::AT_MMA);
 }
 
+inline uint32_t exchange(emulated::Wait how, uint32_t v, uint32_t by) {
+  emulated::Thread* self = emulated::self;
+  self->b[0] = v, self->b[1] = by;
+  emulated::pause(how);
+  return self->b[0];
+}
+inline uint32_t match(uint32_t v) { return exchange(emulated::AT_MATCH, v, 0); }
+inline uint32_t shuffle_up(uint32_t v, uint32_t by) { return exchange(emulated::AT_SHUFFLE, v, by); }
+inline void sync_warp() { emulated::pause(emulated::AT_WARP); }
+inline uint32_t ones(uint32_t v) { return (uint32_t)__builtin_popcount(v); }
+
 // Products of two BF16 and a third are exact in double, unless they are 30 binary orders apart, which no format comes near to.
 inline uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t out = 0;
@@ -201,9 +238,31 @@ inline uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
   return out;
 }
 
-inline uint32_t stream1(const void* p) { return *(const uint32_t*)p; }
-inline uint2 stream2(const void* p) { return *(const uint2*)p; }
-inline uint4 stream4(const void* p) { return *(const uint4*)p; }
+template <class T>
+inline void stream(T& v, const void* p, bool there) {
+  if (there) v = *(const T*)p;
+}
+template <class T>
+inline void cached(T& v, const void* p, bool there) {
+  if (there) v = *(const T*)p;
+}
+
+// Copies are done when they are waited for, and leave NaN until then.
+inline void copy(void* to, const void* from) {
+  memset(to, 0xff, 16);
+  emulated::self->copies.push_back({to, from});
+}
+inline void copies_end() { emulated::self->copies.push_back({nullptr, nullptr}); }
+template <int N>
+inline void copies_done() {
+  auto& copies = emulated::self->copies;
+  size_t groups = 0, done = 0;
+  for (auto& c : copies) groups += !c.to;
+  for (; groups > N; done++)
+    if (copies[done].to) memcpy(copies[done].to, copies[done].from, 16);
+    else groups--;
+  copies.erase(copies.begin(), copies.begin() + (long)done);
+}
 
 inline float f16(uint16_t h) {
   const uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;

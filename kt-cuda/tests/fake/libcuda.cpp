@@ -255,10 +255,9 @@ long fake_wrong_codes() {
       // Slots 0 and 1 are bytes 0 and 2, slots 2 and 3 bytes 1 and 3.
       const u32 code[4] = {one, two, two, one}, w = one | two << 16 | two << 8 | one << 24;
       const Bytes raw = {{w, w, w, w}};
-      const Part none = {};
       Fragment fp8 = {}, byte = {};
-      Fp8::decode(raw, fp8, nullptr, none, 0, 0, 0);
-      int8_::decode(raw, byte, nullptr, none, 0, 0, 0);
+      fp8_::decode(raw, {}, fp8);
+      int8_::decode(raw, {}, byte);
       for (int s = 0; s < 8; s++)
         for (int g = 0; g < 2; g++) {
           const u32 c = code[s % 4], e = c >> 3 & 15, m = c & 7;
@@ -275,10 +274,9 @@ long fake_wrong_codes() {
       for (u32 h = 0; h < 2; h++) {
         const Nibbles raw = {{h ? 0 : w, h ? w : 0}};
         Fragment four = {}, minus = {}, mx = {};
-        const Part none = {};
-        q4_k_::decode(raw, four, nullptr, none, 0, 0, 0);
-        int4_::decode(raw, minus, nullptr, none, 0, 0, 0);
-        mxfp4_::decode(raw, mx, nullptr, none, 0, 0, 0);
+          q4_k_::decode(raw, {}, four);
+        int4_::decode(raw, {}, minus);
+        mxfp4_::decode(raw, {}, mx);
         for (u32 s = 0; s < 8; s++)
           for (u32 g = 0; g < 2; g++) {
             const double is = s == slot && g == h ? code : 0, x = s == slot && g == h ? value : 0;
@@ -289,6 +287,64 @@ long fake_wrong_codes() {
           }
       }
     }
+  return wrong;
+}
+
+// Choices grouped by the kernel, against what its words say, of several sizes: how many numbers differ.
+long fake_wrong_groups() {
+  std::lock_guard<std::recursive_mutex> guard(state.lock);
+  struct Case {
+    u32 tokens, top_k, layer_experts, here, both;
+  };
+  const Case cases[] = {{1, 8, 128, 128, 1},  {1, 1, 1, 0, 1},      {3, 5, 40, 17, 0},     {64, 8, 128, 128, 1},    {700, 8, 60, 30, 1},
+                        {129, 8, 3, 2, 1},    {500, 9, 600, 513, 1}, {90, 8, 3000, 2500, 0}, {200, 6, 10000, 9000, 1}, {16384, 8, 128, 128, 1},
+                        {2000, 4, 9000, 8192, 1}};
+  long wrong = 0;
+  u64 random = 1;
+  auto below = [&](u32 n) { return (u32)((random = random * 6364136223846793005u + 1442695040888963407u) >> 33) % n; };
+  for (const Case& k : cases) {
+    const u32 slots = k.tokens * k.top_k;
+    std::vector<int> ids(slots);
+    std::vector<float> weights(slots);
+    // Some twice in a token, some none, some beyond the layer; and one expert that has half of all.
+    for (u32 i = 0; i < slots; i++) ids[i] = below(2) ? (int)below(k.layer_experts + 3) - 1 : (int)(k.layer_experts / 2), weights[i] = (float)i;
+    if (k.tokens == 1) for (u32 i = 0; i < slots; i++) ids[i] = (int)((i * 5 + 3) % k.layer_experts);
+    std::vector<u32> homes(k.layer_experts), starts(k.here + 1), rows(slots + 1, 77), counts(2, 77);
+    for (u32 e = 0; e < k.layer_experts; e++) homes[e] = (e * 7 + 3) % k.layer_experts;
+    if (k.layer_experts % 7 == 0) return -1;
+    std::vector<Seat> seats(slots);
+    std::vector<Share> shares(slots, {77, 77});
+    std::vector<Span> spans(k.tokens, {77, 77});
+    std::vector<Tile> few(slots + 1), many(slots + 1);
+    Choices c = {ids.data(), weights.data(), homes.data(), starts.data(), seats.data(), rows.data(), shares.data(), spans.data(),
+                 few.data(), many.data(), counts.data(), k.tokens, k.top_k, k.layer_experts, k.here, k.both, 0};
+    if (!emulated::block(GROUP_WARPS * 32, [](void* p) { kt_group(*(Choices*)p); }, &c)) return -2;
+    // Each expert's choices in turn.
+    std::vector<std::vector<u32>> by(k.here);
+    for (u32 i = 0; i < slots; i++)
+      if (ids[i] >= 0 && (u32)ids[i] < k.layer_experts && homes[ids[i]] < k.here) by[homes[ids[i]]].push_back(i);
+    std::vector<std::vector<Share>> of(k.tokens);
+    u32 row = 0, tiles[2] = {0, 0};
+    for (u32 e = 0; e < k.here; e++) {
+      const u32 n = (u32)by[e].size(), which = k.both && n > 16, most = which ? 64 : 16;
+      for (u32 i = 0; i < n; i += most) {
+        const Tile& t = (which ? many : few)[tiles[which]++];
+        wrong += t.expert != e || t.first != row + i || t.count != (n - i < most ? n - i : most);
+      }
+      for (u32 i : by[e]) {
+        wrong += rows[row] != i / k.top_k;
+        of[i / k.top_k].push_back({row++, weights[i]});
+      }
+    }
+    wrong += counts[0] != tiles[0] || counts[1] != tiles[1] || rows[row] != 77;
+    for (u32 t = 0; t < k.tokens; t++) {
+      wrong += spans[t].first != t * k.top_k || spans[t].end != t * k.top_k + of[t].size();
+      for (u32 i = 0; i < of[t].size(); i++) {
+        const Share& s = shares[t * k.top_k + i];
+        wrong += s.row != of[t][i].row || s.weight != of[t][i].weight;
+      }
+    }
+  }
   return wrong;
 }
 
@@ -438,7 +494,7 @@ Result cuModuleGetFunction(void** function, void* module, const char* name) {
 Result cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                       unsigned, void* stream, void** arguments, void**) {
   ENTER("cuLaunchKernel");
-  if (!gx || !gy || !gz || gy > 65535 || bx * by * bz > 256) return INVALID_VALUE;
+  if (!gx || !gy || !gz || gy > 65535 || bx * by * bz > 1024) return INVALID_VALUE;
   const Kernel* k = (const Kernel*)function;
   std::vector<char> argument((const char*)arguments[0], (const char*)arguments[0] + k->argument);
   return put(stream, [=]() mutable -> Result {
