@@ -712,7 +712,7 @@ unsafe impl<U: TileUnit> Isa for Tiled<U> {
     }
 
     ops! {
-        // Two F32 products, and not one of `vdpbf16ps` for each sum: those take three cycles each on CPUs with tiles (Emerald Rapids).
+        // Two F32 products, and not one of `vdpbf16ps` for each sum: those take more than two cycles each on CPUs with tiles (Emerald Rapids).
         fn dot_chains(self, acc: [__m512; 2], w: __m512i, x: __m512i) -> [__m512; 2] {{
             let first = |v| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(v));
             let second = |v| _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(SECOND)));
