@@ -186,7 +186,10 @@ fn doctor_says_from_how_many_rows_on_amx_tiles_are_used() {
     let of = kt::amx::Crossover { int8: 17, groups: 60, bf16: 31 };
     kt_cli::crossover::write(&file, &kt_cli::system::System::here(), of).unwrap();
     let (state, says) = line();
-    assert!(state == "OK" && says.contains("int8=17 bf16=31") && says.contains(file.to_str().unwrap()), "{says}");
+    assert!(
+        state == "OK" && says.contains("int8=17 groups=60 bf16=31") && says.contains(file.to_str().unwrap()),
+        "{says}"
+    );
     std::fs::write(&file, "int8=1 bf16=1").unwrap();
     let (state, says) = line();
     assert!(
