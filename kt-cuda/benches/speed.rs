@@ -12,7 +12,7 @@ use std::ptr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{Driver, Graph, Memory, Stream};
+use common::{Batch, Driver, Graph, Memory, Stream};
 use kt_core::backend::{Backend, LoadContext, Progress};
 use kt_core::cpu::team::Team;
 use kt_core::source::synthetic::SyntheticSource;
@@ -101,10 +101,9 @@ fn format_at(driver: &Driver, gpu: &CudaBackend, format: Format, tokens: &[usize
     for &tokens in tokens {
         let call = bank.prepare(tokens, TOP_K).unwrap_or_else(|e| panic!("{e}"));
         let mut random = Random(tokens as u64);
-        let [input, output] = [(); 2].map(|()| Memory::new(driver, tokens * HIDDEN * 4));
-        input.put(&(0..tokens * HIDDEN).map(|_| random.normal()).collect::<Vec<f32>>());
-        let weights = Memory::new(driver, tokens * TOP_K * 4);
-        weights.put(&vec![1.0f32 / TOP_K as f32; tokens * TOP_K]);
+        let batch = Batch::new(driver, tokens, HIDDEN, TOP_K);
+        batch.input.put(&(0..tokens * HIDDEN).map(|_| random.normal()).collect::<Vec<f32>>());
+        batch.weights.put(&vec![1.0f32 / TOP_K as f32; tokens * TOP_K]);
         let mut read = 0;
         let choices: Vec<Memory> = (0..CALLS)
             .map(|call| {
@@ -122,15 +121,7 @@ fn format_at(driver: &Driver, gpu: &CudaBackend, format: Format, tokens: &[usize
             .collect();
         let graph = stream.capture(|| {
             for ids in &choices {
-                let batch = DeviceBatch {
-                    tokens,
-                    input: input.address(),
-                    element: Element::F32,
-                    topk_ids: ids.address(),
-                    topk_weights: weights.address(),
-                    output: output.address(),
-                    add: false,
-                };
+                let batch = DeviceBatch { topk_ids: ids.address(), ..batch.of(tokens, Element::F32, false) };
                 // SAFETY: memory of these sizes, which is never freed.
                 unsafe { call.submit_on(stream.handle, &batch) }.unwrap_or_else(|e| panic!("{e}"));
             }
@@ -145,10 +136,10 @@ fn format_at(driver: &Driver, gpu: &CudaBackend, format: Format, tokens: &[usize
             100.0 * read / copied,
             flops / 1e12
         );
-        let wrong = output.floats().iter().filter(|v| !v.is_finite()).count();
+        let wrong = batch.output.floats().iter().filter(|v| !v.is_finite()).count();
         assert_eq!(wrong, 0, "outputs that are no numbers");
         drop(graph);
-        for memory in choices.iter().chain([&input, &output, &weights]) {
+        for memory in choices.iter().chain([&batch.input, &batch.ids, &batch.weights, &batch.output]) {
             driver.driver("cuMemFree_v2", [ptr::without_provenance_mut::<c_void>(memory.address() as usize)]);
         }
     }

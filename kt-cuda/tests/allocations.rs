@@ -1,5 +1,5 @@
 //! Launches of a hybrid layer allocate nothing on the host, on any thread, nor on the device: counted by the program's own allocator, so
-//! the file holds one test. What the fake driver takes for itself is not the program's.
+//! the file holds one test. What the driver driver takes for itself is not the program's.
 
 #![allow(unsafe_code)] // device pointers
 
@@ -27,9 +27,9 @@ const MOST: usize = 7;
 
 #[test]
 fn launches_allocate_nothing() {
-    for fake in common::drivers("allocations") {
-        fake.enter();
-        let gpu = fake.backend();
+    for driver in common::drivers("allocations") {
+        driver.enter();
+        let gpu = driver.backend();
         let source = SyntheticSource::builder().hidden(HIDDEN).intermediate(96).experts(EXPERTS).top_k(TOP_K).layers(2);
         let source: Arc<dyn WeightSource> = Arc::new(source.format(Format::Bf16).seed(7).build().unwrap());
         let portable = |_| vec![Candidate::new("portable", Ok(CpuBackend::new("portable", Portable)))];
@@ -40,8 +40,8 @@ fn launches_allocate_nothing() {
         let experts = runtime.load_shared(&source, LoadOptions { placement, ..Default::default() }).unwrap();
         assert!(experts.layers().iter().all(|l| l.backends().count() == 2), "host and device in both layers");
         let calls = [0, 1].map(|i| gpu.prepare(&experts.layers()[i], MOST, TOP_K).unwrap());
-        let [input, middle, output] = [(); 3].map(|()| Memory::new(&fake, MOST * HIDDEN * 4));
-        let [ids, weights] = [(); 2].map(|()| Memory::new(&fake, MOST * TOP_K * 4));
+        let [input, middle, output] = [(); 3].map(|()| Memory::new(&driver, MOST * HIDDEN * 4));
+        let [ids, weights] = [(); 2].map(|()| Memory::new(&driver, MOST * TOP_K * 4));
         let batch = |tokens: usize, from: &Memory, to: &Memory, add: bool| DeviceBatch {
             tokens,
             input: from.address(),
@@ -51,9 +51,9 @@ fn launches_allocate_nothing() {
             output: to.address(),
             add,
         };
-        let stream = Stream::new(&fake);
+        let stream = Stream::new(&driver);
         let submit = |tokens: usize| {
-            // SAFETY: memory of these sizes, which lives as long as the fake; calls are one after the other on their stream.
+            // SAFETY: memory of these sizes, which lives as long as the driver; calls are one after the other on their stream.
             unsafe { calls[0].submit_on(stream.handle, &batch(tokens, &input, &middle, false)) }.unwrap();
             // SAFETY: as above.
             unsafe { calls[1].submit_on(stream.handle, &batch(tokens, &middle, &output, true)) }.unwrap();
@@ -61,7 +61,7 @@ fn launches_allocate_nothing() {
         let graphs: Vec<_> = (1..=MOST).map(|n| stream.capture(|| submit(n))).collect();
         let mut random = Random(3);
         let (mut numbers, mut chosen, mut shares) = ([0f32; MOST * HIDDEN], [0i32; MOST * TOP_K], [0f32; MOST * TOP_K]);
-        let (host, device) = (ALLOCATOR.allocations(), fake.calls("cuMemAlloc_v2"));
+        let (host, device) = (ALLOCATOR.allocations(), driver.calls("cuMemAlloc_v2"));
         let mut counted = [host; 25];
         for round in 0..24 {
             numbers.iter_mut().for_each(|v| *v = random.normal());
@@ -82,7 +82,7 @@ fn launches_allocate_nothing() {
         }
         // The first launch and wait may be the first of their threads.
         assert_eq!(counted[24], counted[1], "allocations on the host, after each of 24 rounds: {counted:?}");
-        assert_eq!(fake.calls("cuMemAlloc_v2"), device);
+        assert_eq!(driver.calls("cuMemAlloc_v2"), device);
         assert!(output.floats().iter().all(|v| v.is_finite()));
         let before = ALLOCATOR.allocations();
         let one = std::hint::black_box(Box::new(numbers));

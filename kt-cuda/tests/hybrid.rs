@@ -1,4 +1,4 @@
-//! Layers that are on the device, in host memory and elsewhere, on the caller's stream and in graphs. All of it emulated.
+//! Layers that are on the device, in host memory and elsewhere, on the caller's stream and in graphs. Emulated, and on a GPU where there is one, but for failures.
 
 #![allow(unsafe_code)] // device pointers of prepared calls
 
@@ -89,36 +89,18 @@ impl Tokens {
 
 /// A batch on the device, and on the host what is copied there and back.
 struct There {
-    input: Memory,
-    ids: Memory,
-    weights: Memory,
-    output: Memory,
+    batch: common::Batch,
     from: [Memory; 3],
     back: Memory,
 }
 
 impl There {
-    fn new(fake: &Driver) -> There {
+    fn new(driver: &Driver) -> There {
         let [numbers, choices] = [MOST * HIDDEN * 4, MOST * TOP_K * 4];
         There {
-            input: Memory::new(fake, numbers),
-            ids: Memory::new(fake, choices),
-            weights: Memory::new(fake, choices),
-            output: Memory::new(fake, numbers),
-            from: [numbers, choices, choices].map(|bytes| Memory::pinned(fake, bytes)),
-            back: Memory::pinned(fake, numbers),
-        }
-    }
-
-    fn batch(&self, tokens: usize, element: Element, add: bool) -> DeviceBatch {
-        DeviceBatch {
-            tokens,
-            input: self.input.address(),
-            element,
-            topk_ids: self.ids.address(),
-            topk_weights: self.weights.address(),
-            output: self.output.address(),
-            add,
+            batch: common::Batch::new(driver, MOST, HIDDEN, TOP_K),
+            from: [numbers, choices, choices].map(|bytes| Memory::pinned(driver, bytes)),
+            back: Memory::pinned(driver, numbers),
         }
     }
 
@@ -135,14 +117,14 @@ impl There {
 
     /// Inputs to the device, on the stream.
     fn bring(&self, stream: &Stream<'_>) {
-        for (to, from) in [&self.input, &self.ids, &self.weights].into_iter().zip(&self.from) {
+        for (to, from) in [&self.batch.input, &self.batch.ids, &self.batch.weights].into_iter().zip(&self.from) {
             to.copy("cuMemcpyHtoDAsync_v2", from, stream);
         }
     }
 
     /// Outputs from the device, on the stream.
     fn fetch(&self, stream: &Stream<'_>) {
-        self.back.copy("cuMemcpyDtoHAsync_v2", &self.output, stream);
+        self.back.copy("cuMemcpyDtoHAsync_v2", &self.batch.output, stream);
     }
 
     /// What was fetched.
@@ -153,22 +135,22 @@ impl There {
     }
 
     fn submit(&self, call: &HybridCall, stream: &Stream<'_>, tokens: usize, add: bool) -> kt_core::Result<()> {
-        // SAFETY: memory of these sizes, which lives as long as the fake; calls are one after the other on their stream.
-        unsafe { call.submit_on(stream.handle, &self.batch(tokens, Element::F32, add)) }
+        // SAFETY: memory of these sizes, which lives as long as the driver; calls are one after the other on their stream.
+        unsafe { call.submit_on(stream.handle, &self.batch.of(tokens, Element::F32, add)) }
     }
 }
 
-fn allocated(fake: &Driver) -> i64 {
-    fake.calls("cuMemAlloc_v2") + fake.calls("cuMemAllocHost_v2")
+fn allocated(driver: &Driver) -> i64 {
+    driver.calls("cuMemAlloc_v2") + driver.calls("cuMemAllocHost_v2")
 }
 
 /// Batches of all sizes, on the stream between copies there and back; nothing runs before somebody waits.
 #[test]
 fn every_placement_has_the_bits_of_other_calls() {
-    for fake in common::drivers("placements") {
-        fake.enter();
+    for driver in common::drivers("placements") {
+        driver.enter();
         let mut shapes = Vec::new();
-        for (format, gpu) in [Format::Int4(Group::Of(32)), Format::Bf16].into_iter().zip(fake.backends()) {
+        for (format, gpu) in [Format::Int4(Group::Of(32)), Format::Bf16].into_iter().zip(driver.backends()) {
             let source = source(format);
             let [a, b] = ["gpu0", "gpu1"].map(|name| TestDevice::new(name, 64 << 20).unwrap());
             for on in [
@@ -184,12 +166,12 @@ fn every_placement_has_the_bits_of_other_calls() {
                 let layer = &experts.layers()[0];
                 let names: Vec<String> = layer.backends().map(|(name, _)| name.into()).collect();
                 let call = gpu.prepare(layer, MOST, TOP_K).unwrap();
-                let (there, stream) = (There::new(&fake), Stream::new(&fake));
+                let (there, stream) = (There::new(&driver), Stream::new(&driver));
                 for n in (1..=MOST).chain([2, 1]) {
                     let tokens = Tokens::new(n, 10 + n as u64);
                     let label = format!("{format} on {names:?}, {n} tokens");
                     let want = tokens.forward(layer, tokens.input.clone());
-                    let before = allocated(&fake);
+                    let before = allocated(&driver);
                     there.put(&tokens);
                     there.bring(&stream);
                     there.submit(&call, &stream, n, false).unwrap();
@@ -201,12 +183,12 @@ fn every_placement_has_the_bits_of_other_calls() {
                     stream.wait();
                     let twice: Vec<f32> = want.iter().map(|v| v + v).collect();
                     assert_eq!(there.output(n), twice, "{label}, added");
-                    assert_eq!(allocated(&fake), before, "{label}");
+                    assert_eq!(allocated(&driver), before, "{label}");
                     // BF16, of which there are half as many bytes.
                     there.from[0].put(&tokens.halves());
                     there.bring(&stream);
                     // SAFETY: as in `There::submit`.
-                    unsafe { call.submit_on(stream.handle, &there.batch(n, Element::Bf16, false)) }.unwrap();
+                    unsafe { call.submit_on(stream.handle, &there.batch.of(n, Element::Bf16, false)) }.unwrap();
                     there.fetch(&stream);
                     stream.wait();
                     assert_eq!(there.output(n), tokens.forward(layer, tokens.halves()), "{label}, BF16");
@@ -221,39 +203,40 @@ fn every_placement_has_the_bits_of_other_calls() {
         for shape in ["cuda:0", "portable", "portable cuda:0", "portable gpu0 cuda:0 gpu1", "cuda:0 gpu0"] {
             assert!(shapes.iter().any(|s| s == shape), "{shape} was not among {shapes:?}");
         }
-        assert!(fake.calls("host function") > 0 || !fake.emulated);
-        assert_eq!(fake.calls("in a host function"), 0, "calls of the driver where there may be none");
+        assert!(driver.calls("host function") > 0 || !driver.emulated);
+        assert_eq!(driver.calls("in a host function"), 0, "calls of the driver where there may be none");
     }
 }
 
 /// The output of a layer is the input of the next; what the router chose differs from launch to launch, and other calls go on beside it.
 #[test]
 fn two_layers_in_a_graph_are_launched_again_and_again() {
-    for fake in common::drivers("graph") {
-        fake.enter();
-        let gpu = fake.backend();
+    for driver in common::drivers("graph") {
+        driver.enter();
+        let gpu = driver.backend();
         let experts = load(&source(Format::Bf16), &[On::Gpu(&gpu, 6)], false);
         let layers = experts.layers();
         assert!(layers.iter().all(|l| l.backends().count() == 2));
         let calls = [0, 1].map(|i| gpu.prepare(&layers[i], MOST, TOP_K).unwrap());
-        let (first, second) = (There::new(&fake), There::new(&fake));
-        let stream = Stream::new(&fake);
+        let (first, second) = (There::new(&driver), There::new(&driver));
+        let stream = Stream::new(&driver);
         let graphs: Vec<_> = (1..=MOST)
             .map(|n| {
                 stream.capture(|| {
-                    let before = allocated(&fake);
+                    let before = allocated(&driver);
                     first.bring(&stream);
                     first.submit(&calls[0], &stream, n, false).unwrap();
                     second.bring(&stream);
-                    let batch = DeviceBatch { input: first.output.address(), ..second.batch(n, Element::F32, false) };
+                    let batch =
+                        DeviceBatch { input: first.batch.output.address(), ..second.batch.of(n, Element::F32, false) };
                     // SAFETY: as in `There::submit`.
                     unsafe { calls[1].submit_on(stream.handle, &batch) }.unwrap();
                     second.fetch(&stream);
-                    assert_eq!(allocated(&fake), before);
+                    assert_eq!(allocated(&driver), before);
                 })
             })
             .collect();
-        assert_eq!(fake.calls("host function"), 0, "a function that was called while it was captured");
+        assert_eq!(driver.calls("host function"), 0, "a function that was called while it was captured");
         let done = AtomicBool::new(false);
         thread::scope(|scope| {
             // The runtime's threads are not only theirs.
@@ -278,16 +261,16 @@ fn two_layers_in_a_graph_are_launched_again_and_again() {
             done.store(true, Ordering::SeqCst);
         });
         calls.iter().for_each(|call| call.check().unwrap());
-        let functions = if fake.emulated { 60 * 4 } else { 0 };
-        assert_eq!((fake.calls("host function"), fake.calls("in a host function")), (functions, 0));
+        let functions = if driver.emulated { 60 * 4 } else { 0 };
+        assert_eq!((driver.calls("host function"), driver.calls("in a host function")), (functions, 0));
         // A driver that does all at once has the same order.
-        fake.set("eager", 1);
+        driver.set("eager", 1);
         let tokens = Tokens::new(2, 9);
         first.put(&tokens);
         first.bring(&stream);
         first.submit(&calls[0], &stream, 2, false).unwrap();
         first.fetch(&stream);
-        if !fake.emulated {
+        if !driver.emulated {
             stream.wait(); // a GPU's does not
         }
         assert_eq!(first.output(2), tokens.forward(&layers[0], tokens.input.clone()));
@@ -297,14 +280,14 @@ fn two_layers_in_a_graph_are_launched_again_and_again() {
 /// A graph goes on, and whoever asks is told once.
 #[test]
 fn failures_on_the_host_are_told_by_name_and_leave_nan() {
-    for fake in common::drivers("failures") {
-        fake.enter();
-        let gpu = fake.backend();
+    for driver in common::drivers("failures") {
+        driver.enter();
+        let gpu = driver.backend();
         let other = TestDevice::new("gpu0", 64 << 20).unwrap();
         let experts = load(&source(Format::Bf16), &[On::Other(&other, 4), On::Gpu(&gpu, 4)], false);
         let layer = &experts.layers()[0];
         let call = gpu.prepare(layer, MOST, TOP_K).unwrap();
-        let (there, stream) = (There::new(&fake), Stream::new(&fake));
+        let (there, stream) = (There::new(&driver), Stream::new(&driver));
         let mut tokens = Tokens::new(MOST, 1);
         tokens.ids = (0..(MOST * TOP_K) as i32).map(|i| i % EXPERTS as i32).collect();
         let want = tokens.forward(layer, tokens.input.clone());
@@ -337,10 +320,10 @@ fn failures_on_the_host_are_told_by_name_and_leave_nan() {
         other.fail(Fault::Work);
         launch(&tokens);
         launch(&wrong);
-        let launched = fake.calls("cuLaunchKernel");
+        let launched = driver.calls("cuLaunchKernel");
         let why = there.submit(&call, &stream, MOST, false).unwrap_err().to_string();
         assert!(why.contains("gpu0") && why.contains("lost the device"), "{why}");
-        assert_eq!(fake.calls("cuLaunchKernel"), launched);
+        assert_eq!(driver.calls("cuLaunchKernel"), launched);
         there.put(&tokens);
         there.bring(&stream);
         there.submit(&call, &stream, MOST, false).unwrap();
@@ -353,17 +336,17 @@ fn failures_on_the_host_are_told_by_name_and_leave_nan() {
 
 #[test]
 fn dropping_waits_for_what_is_under_way() {
-    let Some(fake) = common::fake("drop") else { return };
-    fake.enter();
-    let gpu = fake.backend();
+    let Some(driver) = common::fake("drop") else { return };
+    driver.enter();
+    let gpu = driver.backend();
     let other = TestDevice::new("gpu0", 64 << 20).unwrap();
     let experts = load(&source(Format::Bf16), &[On::Other(&other, 4), On::Gpu(&gpu, 4)], false);
     let layer = experts.layers()[0].clone();
-    let (there, stream) = (There::new(&fake), Stream::new(&fake));
+    let (there, stream) = (There::new(&driver), Stream::new(&driver));
     let mut tokens = Tokens::new(MOST, 1);
     tokens.ids = (0..(MOST * TOP_K) as i32).map(|i| i % EXPERTS as i32).collect();
     let want = tokens.forward(&layer, tokens.input.clone());
-    let live = || (fake.number("fake_live_bytes"), fake.number("fake_live_host_bytes"));
+    let live = || (driver.number("fake_live_bytes"), driver.number("fake_live_host_bytes"));
     let before = live();
     // Nothing of it was begun: the stream had not come to it.
     let call = gpu.prepare(&layer, MOST, TOP_K).unwrap();
@@ -375,14 +358,14 @@ fn dropping_waits_for_what_is_under_way() {
     assert_eq!((there.output(MOST), live()), (want.clone(), before));
     // The host's part is under way, and does not end before it is let.
     let call = gpu.prepare(&layer, MOST, TOP_K).unwrap();
-    there.output.put(&[0f32; MOST * HIDDEN]);
+    there.batch.output.put(&[0f32; MOST * HIDDEN]);
     there.submit(&call, &stream, MOST, false).unwrap();
     there.fetch(&stream);
     other.hold();
     let (begun, released) = (other.calls(), AtomicBool::new(false));
     thread::scope(|scope| {
         scope.spawn(|| {
-            fake.enter();
+            driver.enter();
             stream.wait();
         });
         let start = Instant::now();
@@ -401,7 +384,7 @@ fn dropping_waits_for_what_is_under_way() {
     assert_eq!((there.output(MOST), live()), (want.clone(), before));
     // The layer, its experts and the backend may go first.
     let call = gpu.prepare(&layer, MOST, TOP_K).unwrap();
-    there.output.put(&[0f32; MOST * HIDDEN]);
+    there.batch.output.put(&[0f32; MOST * HIDDEN]);
     there.submit(&call, &stream, MOST, false).unwrap();
     there.fetch(&stream);
     drop((experts, layer, gpu));
@@ -416,24 +399,24 @@ fn dropping_waits_for_what_is_under_way() {
 /// Every function of the driver fails once, at every call of preparing and of putting work on the stream.
 #[test]
 fn each_call_of_the_driver_may_fail() {
-    let Some(fake) = common::fake("each-hybrid") else { return };
-    fake.enter();
-    let gpu = fake.backend();
+    let Some(driver) = common::fake("each-hybrid") else { return };
+    driver.enter();
+    let gpu = driver.backend();
     let other = TestDevice::new("gpu1", 64 << 20).unwrap();
     let experts = load(&source(Format::Bf16), &[On::Gpu(&gpu, 4), On::Other(&other, 4)], false);
     let layer = &experts.layers()[0];
     let tokens = Tokens::new(MOST, 1);
-    let (there, stream) = (There::new(&fake), Stream::new(&fake));
+    let (there, stream) = (There::new(&driver), Stream::new(&driver));
     let want = tokens.forward(layer, tokens.input.clone());
     there.put(&tokens);
     there.bring(&stream);
     stream.wait();
-    let before = (fake.number("fake_live_bytes"), fake.number("fake_live_host_bytes"));
+    let before = (driver.number("fake_live_bytes"), driver.number("fake_live_host_bytes"));
     let all = || -> kt_core::Result<Vec<f32>> {
         let call = gpu.prepare(layer, MOST, TOP_K)?;
         there.submit(&call, &stream, MOST, false)?;
         drop(call);
-        let mut output = there.output.floats();
+        let mut output = there.batch.output.floats();
         output.truncate(MOST * HIDDEN);
         Ok(output)
     };
@@ -449,14 +432,14 @@ fn each_call_of_the_driver_may_fail() {
         "cuLaunchHostFunc",
         "cuCtxPushCurrent_v2",
     ] {
-        let calls = fake.calls(function);
+        let calls = driver.calls(function);
         all().unwrap();
-        let calls = fake.calls(function) - calls;
+        let calls = driver.calls(function) - calls;
         assert!(calls > 0, "{function} is not called");
         for n in 0..calls {
-            fake.fail(function, n, 2);
+            driver.fail(function, n, 2);
             let failed = all();
-            fake.fail(function, 0, 0);
+            driver.fail(function, 0, 0);
             match failed {
                 Err(why) => {
                     let why = why.to_string();
@@ -466,7 +449,7 @@ fn each_call_of_the_driver_may_fail() {
                 Ok(_) => assert_eq!(function, "cuCtxPushCurrent_v2", "call {n} failed, and nothing was said"),
             }
             stream.wait();
-            let live = (fake.number("fake_live_bytes"), fake.number("fake_live_host_bytes"));
+            let live = (driver.number("fake_live_bytes"), driver.number("fake_live_host_bytes"));
             assert!(
                 live == before || function == "cuCtxPushCurrent_v2",
                 "{live:?} and not {before:?}: {n} of {function}"
@@ -476,19 +459,19 @@ fn each_call_of_the_driver_may_fail() {
     }
     // A device that is lost on the way.
     let call = gpu.prepare(layer, MOST, TOP_K).unwrap();
-    fake.fail("kernel", 1, 719);
+    driver.fail("kernel", 1, 719);
     there.submit(&call, &stream, MOST, false).unwrap();
-    assert_eq!(fake.driver("cuStreamSynchronize", [stream.handle]), 719);
+    assert_eq!(driver.driver("cuStreamSynchronize", [stream.handle]), 719);
     assert!(there.submit(&call, &stream, MOST, false).unwrap_err().to_string().contains("unspecified launch failure"));
     drop(call);
 }
 
 #[test]
 fn what_cannot_be_prepared_is_declined() {
-    let Some(fake) = common::fake("two") else { return };
-    fake.enter();
-    fake.set("devices", 2);
-    let [first, second] = [0, 1].map(|i| fake.builder().nvrtc(NOWHERE).build(i).unwrap());
+    let Some(driver) = common::fake("two") else { return };
+    driver.enter();
+    driver.set("devices", 2);
+    let [first, second] = [0, 1].map(|i| driver.builder().nvrtc(NOWHERE).build(i).unwrap());
     let source = source(Format::Bf16);
     let experts = load(&source, &[On::Gpu(&first, 4), On::Gpu(&second, 4)], false);
     let layer = &experts.layers()[0];
@@ -501,9 +484,9 @@ fn what_cannot_be_prepared_is_declined() {
 /// Calls that are prepared after experts were moved find them; while they live nothing is moved.
 #[test]
 fn experts_that_were_moved_are_found() {
-    for fake in common::drivers("moved") {
-        fake.enter();
-        let gpu = fake.backend();
+    for driver in common::drivers("moved") {
+        driver.enter();
+        let gpu = driver.backend();
         let experts = load(&source(Format::Bf16), &[On::Gpu(&gpu, 6)], true);
         let layer = &experts.layers()[0];
         let mut live = experts.live(LiveOptions { half_life_tokens: 1e9, ..Default::default() }).unwrap();
@@ -515,7 +498,7 @@ fn experts_that_were_moved_are_found() {
             experts.rebalance(&mut live, Duration::from_secs(1)).unwrap().len()
         };
         assert!(rebalance() > 0);
-        let (there, stream) = (There::new(&fake), Stream::new(&fake));
+        let (there, stream) = (There::new(&driver), Stream::new(&driver));
         let tokens = Tokens::new(MOST, 4);
         there.put(&tokens);
         there.bring(&stream);
@@ -533,8 +516,8 @@ fn experts_that_were_moved_are_found() {
 /// What the plan says of a device is what is allocated there: scales of groups too, whatever their type.
 #[test]
 fn plans_are_exact() {
-    let Some(fake) = common::fake("plans") else { return };
-    let gpu = fake.backend();
+    let Some(driver) = common::fake("plans") else { return };
+    let gpu = driver.backend();
     let portable = |_| vec![Candidate::new("portable", Ok(CpuBackend::new("portable", Portable)))];
     for format in [
         Format::Bf16,
@@ -559,9 +542,9 @@ fn plans_are_exact() {
             };
             let runtime = RuntimeBuilder::new(portable).threads(1).with_backend(gpu.clone()).build().unwrap();
             let planned = runtime.plan_with(&source, &options()).unwrap().device_bytes(0);
-            let before = fake.number("fake_live_bytes");
+            let before = driver.number("fake_live_bytes");
             let experts = runtime.load_with(&source, options()).unwrap();
-            let took = (fake.number("fake_live_bytes") - before) as u64;
+            let took = (driver.number("fake_live_bytes") - before) as u64;
             assert_eq!((planned, experts.device_bytes()), (took, took), "{format}, scales {scales:?}");
             sizes.push(took);
         }

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::{Mutex, OnceLock};
 
 use kt_core::cpu::tier::Tier;
-use kt_cuda::{Builder, CudaBackend};
+use kt_cuda::{Builder, CudaBackend, DeviceBatch, Element};
 
 /// Compiles `fake/{name}.cpp` as a shared library; `None`, said aloud, where there is no C++ compiler for x86-64. `KT_REQUIRE=g++` says that there must be one.
 pub fn compiled(name: &str) -> Option<PathBuf> {
@@ -282,6 +282,42 @@ impl Memory {
     pub fn copy(&self, function: &str, from: &Memory, stream: &Stream<'_>) {
         let bytes = std::ptr::without_provenance_mut(self.bytes.min(from.bytes));
         assert_eq!(stream.driver.driver(function, [self.at.cast(), from.at.cast(), bytes, stream.handle]), 0);
+    }
+}
+
+/// A batch on the device: its memory.
+pub struct Batch {
+    pub input: Memory,
+    pub ids: Memory,
+    pub weights: Memory,
+    pub output: Memory,
+}
+
+impl Batch {
+    /// Room for so many tokens, in F32.
+    pub fn new(driver: &Driver, tokens: usize, hidden: usize, top_k: usize) -> Self {
+        let [input, output] = [(); 2].map(|()| Memory::new(driver, tokens * hidden * 4));
+        let [ids, weights] = [(); 2].map(|()| Memory::new(driver, tokens * top_k * 4));
+        Batch { input, ids, weights, output }
+    }
+
+    pub fn put(&self, input: &[f32], ids: &[i32], weights: &[f32]) {
+        self.input.put(input);
+        self.ids.put(ids);
+        self.weights.put(weights);
+    }
+
+    /// Its first tokens.
+    pub fn of(&self, tokens: usize, element: Element, add: bool) -> DeviceBatch {
+        DeviceBatch {
+            tokens,
+            input: self.input.address(),
+            element,
+            topk_ids: self.ids.address(),
+            topk_weights: self.weights.address(),
+            output: self.output.address(),
+            add,
+        }
     }
 }
 
