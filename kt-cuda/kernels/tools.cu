@@ -29,26 +29,22 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
 
 // Reads weights, if they are there, else leaves `v`: without a branch, which would part what a warp has on its way. `stream` is for what is read once, and
 // needs no place in the first cache. They do not change while a kernel runs, so these may be moved like any arithmetic.
-__device__ __forceinline__ void stream(u32& v, const void* p, bool there) {
-  asm("{ .reg .pred t; setp.ne.u32 t, %2, 0; @t ld.global.nc.L1::no_allocate.u32 %0, [%1]; }" : "+r"(v) : "l"(p), "r"((u32)there));
-}
-__device__ __forceinline__ void stream(uint2& v, const void* p, bool there) {
-  asm("{ .reg .pred t; setp.ne.u32 t, %3, 0; @t ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2]; }" : "+r"(v.x), "+r"(v.y) : "l"(p), "r"((u32)there));
-}
-__device__ __forceinline__ void stream(uint4& v, const void* p, bool there) {
-  asm("{ .reg .pred t; setp.ne.u32 t, %5, 0; @t ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4]; }" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((u32)there));
-}
+#define KT_LOADS(name, load)                                                                                                          \
+  __device__ __forceinline__ void name(u32& v, const void* p, bool there) {                                                           \
+    asm("{ .reg .pred t; setp.ne.u32 t, %2, 0; @t " load ".u32 %0, [%1]; }" : "+r"(v) : "l"(p), "r"((u32)there));                     \
+  }                                                                                                                                   \
+  __device__ __forceinline__ void name(uint2& v, const void* p, bool there) {                                                         \
+    asm("{ .reg .pred t; setp.ne.u32 t, %3, 0; @t " load ".v2.u32 {%0,%1}, [%2]; }" : "+r"(v.x), "+r"(v.y) : "l"(p), "r"((u32)there)); \
+  }                                                                                                                                   \
+  __device__ __forceinline__ void name(uint4& v, const void* p, bool there) {                                                         \
+    asm("{ .reg .pred t; setp.ne.u32 t, %5, 0; @t " load ".v4.u32 {%0,%1,%2,%3}, [%4]; }"                                             \
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)                                                                                  \
+        : "l"(p), "r"((u32)there));                                                                                                   \
+  }
+KT_LOADS(stream, "ld.global.nc.L1::no_allocate")
+KT_LOADS(cached, "ld.global.nc")
 __device__ __forceinline__ void cached(u16& v, const void* p, bool there) {
   asm("{ .reg .pred t; setp.ne.u32 t, %2, 0; @t ld.global.nc.u16 %0, [%1]; }" : "+h"(v) : "l"(p), "r"((u32)there));
-}
-__device__ __forceinline__ void cached(u32& v, const void* p, bool there) {
-  asm("{ .reg .pred t; setp.ne.u32 t, %2, 0; @t ld.global.nc.u32 %0, [%1]; }" : "+r"(v) : "l"(p), "r"((u32)there));
-}
-__device__ __forceinline__ void cached(uint2& v, const void* p, bool there) {
-  asm("{ .reg .pred t; setp.ne.u32 t, %3, 0; @t ld.global.nc.v2.u32 {%0,%1}, [%2]; }" : "+r"(v.x), "+r"(v.y) : "l"(p), "r"((u32)there));
-}
-__device__ __forceinline__ void cached(uint4& v, const void* p, bool there) {
-  asm("{ .reg .pred t; setp.ne.u32 t, %5, 0; @t ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4]; }" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((u32)there));
 }
 
 // Copies 16 bytes to shared memory, some time before `copies_done`. Copies from one `copies_end` to the next are a group; `copies_done<N>` waits for all
