@@ -71,7 +71,7 @@ fn a_batch_larger_than_a_pass_gives_the_same() {
     };
     // What few tokens make is added to the output in place, that of more beside it.
     let at_once = run(1024);
-    for pass_tokens in [5, 31, 40, 300] {
+    for pass_tokens in [5, 31, 64, 65, 300] {
         assert!(at_once == run(pass_tokens), "passes of {pass_tokens} tokens");
     }
 }

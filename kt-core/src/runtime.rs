@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, RwLock};
 
 use crate::backend::{Backend, Device, Fit, LinearOp, LoadContext, Progress, Streaming};
 use crate::batch::nearest_multiple;
-use crate::cpu::WHOLE_TOKENS;
+use crate::cpu::FEW_TOKENS;
 use crate::cpu::cache::PackedCache;
 use crate::cpu::memory::HugePages;
 use crate::cpu::team::Team;
@@ -291,7 +291,7 @@ struct LayerPlans {
 /// What a plan is of, and does not say.
 #[derive(Default)]
 struct Planned {
-    /// Per token of a pass, per row of a thread's tile, and per token of few, whose experts are done whole.
+    /// Per token of a pass, per row of a thread's tile, and per token of few, whose down products are kept.
     scratch_bytes_per_token: [u64; 3],
     load_bytes_per_thread: u64,
     /// Weights are in place wherever they can be, of layers from this place among them on.
@@ -328,7 +328,7 @@ fn scratch_bytes([per_token, per_row, per_few]: [u64; 3], tokens: usize, threads
     per_token
         .saturating_mul(tokens as u64)
         .saturating_add(of_threads)
-        .saturating_add(per_few * tokens.min(WHOLE_TOKENS) as u64)
+        .saturating_add(per_few * tokens.min(FEW_TOKENS) as u64)
 }
 
 /// The largest number below `most` of which `good` is true, where that is true up to some number and false from there on.

@@ -6,15 +6,17 @@
 //!          run 3   outputs of down               for each expert, in order: output += weight * (down product + bias)
 //! ```
 //!
-//! Of few tokens, most experts are done whole by one thread in run 2, with their down products, which run 3 adds: gate, up and down lie one after the
-//! other, and are then read as one stream. The last ones are cut as said, so that threads end together.
+//! Of few tokens, down products are tasks of run 2 as well, and run 3 only adds them. Most experts are done whole by one thread: gate, up and down lie
+//! one after the other, and are then read as one stream. The last ones are cut, gate and up as said, then down: a task of down waits for those
+//! that make its inputs, which threads took before, and so hardly ever; no thread waits between gate, up and down, and the last tasks are small,
+//! so that threads end together.
 //!
 //! Every number of the output is computed by one task from start to end, and sums run over experts in rising order, so the
 //! result is bit-identical for any number of threads. Runs share one parallel region: the team stays awake between them.
 //! The kernel sees all rows of an expert at once (up to [`ROWS`]) and chooses its product by their number.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use bytes::Bytes;
@@ -41,11 +43,11 @@ const ROWS: usize = 256;
 const FEW: usize = 8;
 /// Blocks of outputs of that.
 const FEW_BLOCKS: usize = 8;
-/// Tokens up to which tiles of the output are wide, for the same reason.
-const FEW_TOKENS: usize = 32;
+/// Tokens up to which down products are made beside those of gate and up, and kept until all are there.
+pub(crate) const FEW_TOKENS: usize = 64;
+/// Rows up to which tiles of the output of a single matrix are wide, so that a stream is long.
+const WIDE_ROWS: usize = 32;
 const WIDE: Width = Width { most: 1024, each: 2 };
-/// Tokens up to which experts are done whole.
-pub(crate) const WHOLE_TOKENS: usize = 32;
 /// Tiles of more tokens.
 const NARROW: Width = Width { most: 256, each: 4 };
 /// Tokens up to which the sums of such a tile (512 KiB then) leave room in a second-level cache of 1 MiB. Those of more tokens are of half as
@@ -72,12 +74,10 @@ fn whole(experts: usize, threads: usize) -> usize {
     if threads == 1 { experts } else { (experts / threads).saturating_sub(1) * threads }
 }
 
-/// Where what a row of work makes is added: to its token's part of a tile, or of `sums` if there are any.
-fn row_of<'a>(tile: &'a mut GridTile<'_>, sums: &'a mut [f32], row: &Row) -> &'a mut [f32] {
-    match (row.token as usize, tile.cols.len()) {
-        (token, _) if sums.is_empty() => tile.row(token),
-        (token, width) => &mut sums[token * width..][..width],
-    }
+/// How many of `left` units the next task has, of which `units` may be together: most tasks are large, and the last ones small, so that `threads`
+/// threads end together.
+fn task_of(left: usize, units: usize, threads: usize, whole: usize) -> usize {
+    (left / (if whole > 0 { 2 } else { 4 } * threads.max(1))).clamp(1, units)
 }
 
 /// The packed inputs of the tokens of one expert, side by side: what a thread gathered last.
@@ -135,12 +135,23 @@ pub(crate) struct Lists {
     chunks: Vec<Chunk>,
     /// By node.
     parts: Vec<Vec<Part>>,
+    /// How many parts of each node come before down.
+    before_down: Vec<usize>,
+    /// Where there are several.
+    next: Vec<Next>,
     tasks: Vec<usize>,
     columns: Columns,
     marks: Marks,
-    /// Of the down products of experts that are done whole.
-    whole_marks: Marks,
+    /// Of the down products of few tokens.
+    y_marks: Marks,
+    /// How many down products there are for each of their pieces.
+    y_lengths: Vec<usize>,
 }
+
+/// Which part of a node is next: of those before down, and of down.
+#[derive(Default)]
+#[repr(align(128))]
+struct Next([AtomicUsize; 2]);
 
 /// Counts layer calls, so that no thread takes what it gathered for an earlier one for this one's.
 static CALLS: AtomicU64 = AtomicU64::new(0);
@@ -658,12 +669,18 @@ impl<K: Kernel> ExpertBank for CpuBank<K> {
     }
 }
 
-/// Rows of one expert that are multiplied together, and where their down inputs lie; if it is done whole, where its down products begin.
+/// What gate and up of a chunk have for inputs: the packed tokens of each, and which of them, by layer call and chunk.
+struct GateUpInputs<'a> {
+    x: [PackedTokens<'a>; 2],
+    tokens: &'a [u32],
+    of: (u64, usize),
+}
+
+/// Rows of one expert that are multiplied together, and where their down inputs lie, if it is not done whole.
 struct Chunk {
     expert: usize,
     rows: Range<usize>,
     h: Range<usize>,
-    y: usize,
 }
 
 /// Packs rows `0..rows` of a matrix of `cols` columns, one task per row; `read(row, columns, out)` gets the values, and `place(row, block)`
@@ -712,10 +729,38 @@ fn pieces_of(blocks: Range<usize>, rows: usize) -> impl Iterator<Item = (usize, 
     blocks.clone().step_by(together).map(move |block| (block, blocks.end.min(block + together)))
 }
 
-/// A task of run 2: all rows of a chunk, and some blocks of its expert's outputs; all of them, and down, if it is done whole.
+/// A task of run 2: all rows of a chunk, and some of its expert's outputs.
 struct Part {
     chunk: usize,
-    blocks: Range<usize>,
+    job: Job,
+}
+
+enum Job {
+    /// Gate and up of these blocks.
+    GateUp(Range<usize>),
+    /// These outputs of down, after gate and up if the expert is done whole.
+    Down(Downs),
+}
+
+/// Down products: `[rows, outputs.len()]` of their chunk.
+struct Downs {
+    whole: bool,
+    outputs: Range<usize>,
+    /// Which piece of the down products they are, and where it begins.
+    piece: usize,
+    at: usize,
+}
+
+impl Part {
+    /// What its thread reads first, as a hint for the one before it.
+    fn start<'a, K>(&self, bank: &'a BankInner<K>, chunks: &[Chunk]) -> (&'a Weights, usize) {
+        let weights = &bank.experts[chunks[self.chunk].expert].weights;
+        match &self.job {
+            Job::GateUp(blocks) => weights[Proj::Gate.index()].at(blocks.start * BLOCK),
+            Job::Down(downs) if downs.whole => weights[Proj::Gate.index()].at(0),
+            Job::Down(downs) => weights[Proj::Down.index()].at(downs.outputs.start),
+        }
+    }
 }
 
 impl<K: Kernel> BankInner<K> {
@@ -729,7 +774,8 @@ impl<K: Kernel> BankInner<K> {
         let [gate_layout, up_layout, down_layout] = self.layouts;
 
         let Buffers { x: [x0, x1], h, y, lists } = &mut buffers;
-        let Lists { used, row_tokens, chunks, parts, tasks, columns, marks, whole_marks } = lists;
+        let Lists { used, row_tokens, chunks, parts, before_down, next, tasks, columns, marks, y_marks, y_lengths } =
+            lists;
         used.clear();
         used.resize(tokens, false);
         work.rows.iter().for_each(|r| used[r.token as usize] = true);
@@ -757,28 +803,20 @@ impl<K: Kernel> BankInner<K> {
         for group in &work.experts {
             for start in group.rows.clone().step_by(ROWS) {
                 let rows = start..group.rows.end.min(start + ROWS);
-                chunks.push(Chunk { expert: group.local as usize, rows, h: 0..0, y: 0 });
+                chunks.push(Chunk { expert: group.local as usize, rows, h: 0..0 });
             }
         }
+        let few = tokens <= FEW_TOKENS;
         let whole = match *self.nodes {
-            [threads] if tokens <= WHOLE_TOKENS => whole(chunks.len(), threads),
+            [threads] if few => whole(chunks.len(), threads),
             _ => 0,
         };
-        let (mut h_bytes, mut y_len) = (0, 0);
-        for (i, chunk) in chunks.iter_mut().enumerate() {
-            let rows = chunk.rows.len();
-            if i < whole {
-                chunk.y = y_len;
-                y_len += rows * hidden;
-            } else {
-                let bytes = down_layout.bytes(rows, self.layer.intermediate);
-                chunk.h = h_bytes..h_bytes + bytes;
-                h_bytes += bytes;
-            }
+        let mut h_bytes = 0;
+        for chunk in &mut chunks[whole..] {
+            let bytes = down_layout.bytes(chunk.rows.len(), self.layer.intermediate);
+            chunk.h = h_bytes..h_bytes + bytes;
+            h_bytes += bytes;
         }
-        let y = y.floats(y_len);
-        let lengths = chunks[..whole].iter().map(|c| c.rows.len() * hidden);
-        let whole_y = Pieces::within(std::mem::take(whole_marks), y, lengths);
         row_tokens.clear();
         row_tokens.extend(work.rows.iter().map(|r| r.token));
         let h = h.get(h_bytes);
@@ -789,58 +827,67 @@ impl<K: Kernel> BankInner<K> {
         let call = CALLS.fetch_add(1, Ordering::Relaxed) + 1;
         parts.iter_mut().for_each(Vec::clear);
         parts.resize_with(self.nodes.len(), Vec::new);
-        for (node, (parts, &threads)) in parts.iter_mut().zip(&self.nodes).enumerate() {
-            let blocks_of = |chunk: &Chunk| {
-                let outputs = &self.experts[chunk.expert].cuts.intermediate[node];
-                // A node that has none may have them end within a block.
-                outputs.start / BLOCK..if outputs.is_empty() { 0 } else { outputs.end.div_ceil(BLOCK) }
-            };
-            parts.extend(chunks[..whole].iter().enumerate().map(|(chunk, of)| Part { chunk, blocks: blocks_of(of) }));
-            let mut left: usize = chunks[whole..].iter().map(|chunk| blocks_of(chunk).len()).sum();
-            for (chunk, of) in chunks.iter().enumerate().skip(whole) {
-                let mut blocks = blocks_of(of);
-                while !blocks.is_empty() {
-                    // Most tasks are all blocks of an expert, whose rows and weights then are one thread's; the last ones are small, so that
-                    // threads end together.
-                    let n = (left / (if whole > 0 { 2 } else { 4 } * threads.max(1))).clamp(1, blocks.len());
-                    parts.push(Part { chunk, blocks: blocks.start..blocks.start + n });
-                    blocks.start += n;
-                    left -= n;
+        y_lengths.clear();
+        before_down.clear();
+        for (node, parts) in parts.iter_mut().enumerate() {
+            before_down.push(self.list_parts(node, (chunks, whole, few), parts, y_lengths));
+        }
+        let y = y.floats(y_lengths.iter().sum());
+        let y_pieces = Pieces::within(std::mem::take(y_marks), y, y_lengths.iter().copied());
+        let (parts, chunks, row_tokens) = (&*parts, &*chunks, &*row_tokens);
+        let h_pieces = |chunk: usize, of: Range<usize>| {
+            let first = (chunk - whole) * blocks;
+            first + of.start..first + of.end
+        };
+        let run = |node: usize, part: usize, scratch: &mut Scratch| {
+            // The other threads of the node probably take those in between.
+            let after = parts[node].get(part + self.nodes[node]).map(|part| part.start(self, chunks));
+            let part = &parts[node][part];
+            let chunk = &chunks[part.chunk];
+            let x = GateUpInputs { x: [gate_x, up_x], tokens: &row_tokens[chunk.rows.clone()], of: (call, part.chunk) };
+            match &part.job {
+                Job::GateUp(of) => {
+                    let mut h = pieces.fill(h_pieces(part.chunk, of.clone()));
+                    self.gate_up(chunk, (of.clone(), after), x, &mut h, scratch);
+                }
+                Job::Down(downs) if downs.whole => self.whole(chunk, after, x, y_pieces.take(downs.piece), scratch),
+                Job::Down(downs) => {
+                    // If a task that should have made them panicked, so does the run.
+                    let Some(h) = pieces.filled(h_pieces(part.chunk, 0..blocks)) else { return };
+                    self.down(chunk, (downs.outputs.clone(), after), h, y_pieces.take(downs.piece), scratch);
                 }
             }
-        }
+        };
         tasks.clear();
         tasks.extend(parts.iter().map(Vec::len));
-        let (parts, chunks, row_tokens) = (&*parts, &*chunks, &*row_tokens);
-        region.run_lanes(tasks, |node, task, scratch| {
-            let part = &parts[node][task];
-            let chunk = &chunks[part.chunk];
-            // The other threads of the node probably take the tasks in between.
-            let after = parts[node].get(task + self.nodes[node]).map(|p| (p.chunk, p.blocks.start));
-            let after = after.map(|(c, block)| (&*self.experts[chunks[c].expert], block * BLOCK));
-            let tokens = &row_tokens[chunk.rows.clone()];
-            if part.chunk < whole {
-                self.whole(
-                    (chunk, (call, part.chunk)),
-                    after,
-                    [gate_x, up_x],
-                    tokens,
-                    whole_y.take(part.chunk),
-                    scratch,
-                );
-                return;
-            }
-            for (block, end) in pieces_of(part.blocks.clone(), chunk.rows.len()) {
-                let outputs = block * BLOCK..self.layer.intermediate.min(end * BLOCK);
-                let expert = &*self.experts[chunk.expert];
-                let next = if end < part.blocks.end { Some((expert, end * BLOCK)) } else { after };
-                let next = next.map(|(expert, start)| expert.weights[Proj::Gate.index()].at(start));
-                let h = |block: usize| pieces.take((part.chunk - whole) * blocks + block);
-                self.gate_up((chunk, (call, part.chunk)), (outputs, next), [gate_x, up_x], tokens, h, scratch);
-            }
-        });
+        if self.nodes.len() == 1 {
+            // Parts are taken in order: when one of down is, those that make its inputs are running, or have run.
+            region.run_lanes(tasks, run);
+        } else {
+            next.clear();
+            next.resize_with(self.nodes.len(), Next::default);
+            let (next, before_down) = (&*next, &*before_down);
+            let take = |node: usize, of: usize| next[node].0[of].fetch_add(1, Ordering::Relaxed);
+            let take_gate_up = |node: usize| Some(take(node, 0)).filter(|&part| part < before_down[node]);
+            region.run_lanes(tasks, |node, _, scratch| {
+                if let Some(part) = take_gate_up(node) {
+                    return run(node, part, scratch);
+                }
+                let part = before_down[node] + take(node, 1);
+                let Some(Part { chunk, .. }) = parts[node].get(part) else { return };
+                // Its inputs may be another node's to make, and nobody have come there yet: all of gate and up is taken before a thread waits.
+                for other in 0..next.len() {
+                    while !pieces.are_filled(h_pieces(*chunk, 0..blocks))
+                        && let Some(theirs) = take_gate_up(other)
+                    {
+                        run(other, theirs, scratch);
+                    }
+                }
+                run(node, part, scratch);
+            });
+        }
         *marks = pieces.marks();
-        *whole_marks = whole_y.marks();
+        *y_marks = y_pieces.marks();
 
         let (h, y) = (&*h, &*y);
         // All tokens in one tile: cut, an expert's rows would be fewer than it has, and its weights read again.
@@ -852,49 +899,120 @@ impl<K: Kernel> BankInner<K> {
         let grid = Grid::within(std::mem::take(marks), &mut work.output, tokens, tokens, &columns.ends);
         region.run_lanes(tasks, |node, task, scratch| {
             let mut tile = grid.take(0, columns.lanes[node].start + task);
-            let width = tile.cols.len();
-            let (mut products, mut aside) = (std::mem::take(&mut scratch.tiles[0]), std::mem::take(&mut scratch.sums));
-            // Rows of the output are often a power of two apart: many of them share a few places of a cache, and leave it before more is added.
-            // Side by side they stay.
-            let sums = aside.floats(if tokens > FEW_TOKENS { tokens * width } else { 0 });
-            sums.fill(0.0);
-            for (i, chunk) in chunks.iter().enumerate() {
-                let expert = &self.experts[chunk.expert];
-                let rows = &work.rows[chunk.rows.clone()];
-                let (y, stride) = if i < whole {
-                    (&y[chunk.y + tile.cols.start..], hidden)
-                } else {
-                    let y = products.floats(rows.len() * width);
-                    let x = Inputs::new(down_layout, rows.len(), self.layer.intermediate, &h[chunk.h.clone()]);
-                    let following = chunks.get(i + 1).map(|next| &self.experts[next.expert]);
-                    let next = following.map(|next| next.weights[Proj::Down.index()].at(tile.cols.start));
-                    let next_inputs = chunks.get(i + 1).map_or(&[][..], |next| &h[next.h.clone()]);
-                    let outputs =
-                        Outputs { next, next_inputs, ..expert.weights[Proj::Down.index()].outputs(tile.cols.clone()) };
-                    kernel.product(outputs, x, 0..rows.len(), y, scratch);
-                    add_bias(y, expert.bias(Proj::Down, tile.cols.clone()));
-                    (&*y, width)
-                };
-                for (i, row) in rows.iter().enumerate() {
-                    if let Some(later) = rows.get(i + ADDED_AHEAD) {
-                        prefetch(bytemuck::cast_slice(row_of(&mut tile, sums, later)));
-                    }
-                    let y = &y[i * stride..][..width];
-                    kernel.add(row.weight, y, row_of(&mut tile, sums, row));
-                }
+            if few {
+                self.add_downs((chunks, &parts[node]), &work.rows, y, &mut tile);
+            } else {
+                self.down_tile(chunks, &work.rows, h, &mut tile, scratch);
             }
-            for (token, sums) in sums.chunks_exact(width).enumerate() {
-                if token + ADDED_AHEAD < tokens {
-                    prefetch(bytemuck::cast_slice(tile.row(token + ADDED_AHEAD)));
-                }
-                kernel.add(1.0, sums, tile.row(token));
-            }
-            (scratch.tiles[0], scratch.sums) = (products, aside);
         });
         *marks = grid.marks();
         region.put_buffers(buffers);
         work.spent = region.spent();
         work
+    }
+
+    /// Lists a node's tasks of run 2: whole experts, gate and up of the others, then down of these if tokens are `few`; says how many come before
+    /// down. `y_lengths` becomes the numbers of down products.
+    fn list_parts(
+        &self,
+        node: usize,
+        (chunks, whole, few): (&[Chunk], usize, bool),
+        parts: &mut Vec<Part>,
+        y_lengths: &mut Vec<usize>,
+    ) -> usize {
+        let threads = self.nodes[node];
+        let mut at: usize = y_lengths.iter().sum();
+        let mut downs = |chunk: usize, whole: bool, outputs: Range<usize>| {
+            let (piece, len) = (y_lengths.len(), chunks[chunk].rows.len() * outputs.len());
+            y_lengths.push(len);
+            at += len;
+            Part { chunk, job: Job::Down(Downs { whole, outputs, piece, at: at - len }) }
+        };
+        parts.extend((0..whole).map(|chunk| downs(chunk, true, 0..self.layer.hidden)));
+        let cuts = |chunk: usize| &self.experts[chunks[chunk].expert].cuts;
+        let blocks_of = |chunk: usize| {
+            let outputs = &cuts(chunk).intermediate[node];
+            // A node that has none may have them end within a block.
+            outputs.start / BLOCK..if outputs.is_empty() { 0 } else { outputs.end.div_ceil(BLOCK) }
+        };
+        let mut left: usize = (whole..chunks.len()).map(|chunk| blocks_of(chunk).len()).sum();
+        for chunk in whole..chunks.len() {
+            let mut blocks = blocks_of(chunk);
+            while !blocks.is_empty() {
+                let n = task_of(left, blocks.len(), threads, whole);
+                parts.push(Part { chunk, job: Job::GateUp(blocks.start..blocks.start + n) });
+                blocks.start += n;
+                left -= n;
+            }
+        }
+        let before = parts.len();
+        let panels_of = |outputs: &Range<usize>| outputs.len().div_ceil(K::PANEL);
+        let cut = whole..if few { chunks.len() } else { whole };
+        let mut left: usize = cut.clone().map(|chunk| panels_of(&cuts(chunk).hidden[node])).sum();
+        for chunk in cut {
+            let mut outputs = cuts(chunk).hidden[node].clone();
+            while !outputs.is_empty() {
+                let n = task_of(left, panels_of(&outputs), threads, whole);
+                let end = outputs.end.min(outputs.start + n * K::PANEL);
+                parts.push(downs(chunk, false, outputs.start..end));
+                outputs.start = end;
+                left -= n;
+            }
+        }
+        before
+    }
+
+    /// Run 3 of few tokens: adds the down products that run 2 made to a tile of the output.
+    fn add_downs(&self, (chunks, parts): (&[Chunk], &[Part]), rows: &[Row], y: &[f32], tile: &mut GridTile<'_>) {
+        let first = tile.cols.start;
+        for part in parts {
+            let Job::Down(Downs { outputs, at, .. }) = &part.job else { continue };
+            let (start, end) = (outputs.start.max(first), outputs.end.min(tile.cols.end));
+            if start < end {
+                let y = y[*at..].chunks_exact(outputs.len());
+                for (row, y) in rows[chunks[part.chunk].rows.clone()].iter().zip(y) {
+                    let out = &mut tile.row(row.token as usize)[start - first..end - first];
+                    self.kernel.add(row.weight, &y[start - outputs.start..end - outputs.start], out);
+                }
+            }
+        }
+    }
+
+    /// Run 3 of many tokens: down of all chunks, whose inputs are `h`, for a tile of the output that has all tokens.
+    fn down_tile(&self, chunks: &[Chunk], rows: &[Row], h: &[u8], tile: &mut GridTile<'_>, scratch: &mut Scratch) {
+        let (width, tokens, layout) = (tile.cols.len(), tile.rows.len(), self.layouts[Proj::Down.index()]);
+        let (mut products, mut aside) = (std::mem::take(&mut scratch.tiles[0]), std::mem::take(&mut scratch.sums));
+        // Rows of the output are often a power of two apart: many of them share a few places of a cache, and leave it before more is added.
+        // Side by side they stay.
+        let sums = aside.floats(tokens * width);
+        sums.fill(0.0);
+        for (i, chunk) in chunks.iter().enumerate() {
+            let expert = &self.experts[chunk.expert];
+            let rows = &rows[chunk.rows.clone()];
+            let y = products.floats(rows.len() * width);
+            let x = Inputs::new(layout, rows.len(), self.layer.intermediate, &h[chunk.h.clone()]);
+            let following = chunks.get(i + 1).map(|next| &self.experts[next.expert]);
+            let next = following.map(|next| next.weights[Proj::Down.index()].at(tile.cols.start));
+            let next_inputs = chunks.get(i + 1).map_or(&[][..], |next| &h[next.h.clone()]);
+            let outputs =
+                Outputs { next, next_inputs, ..expert.weights[Proj::Down.index()].outputs(tile.cols.clone()) };
+            self.kernel.product(outputs, x, 0..rows.len(), y, scratch);
+            add_bias(y, expert.bias(Proj::Down, tile.cols.clone()));
+            let sums_of = |row: &Row| row.token as usize * width..(row.token as usize + 1) * width;
+            for (i, (row, y)) in rows.iter().zip(y.chunks_exact(width)).enumerate() {
+                if let Some(later) = rows.get(i + ADDED_AHEAD) {
+                    prefetch(bytemuck::cast_slice(&sums[sums_of(later)]));
+                }
+                self.kernel.add(row.weight, y, &mut sums[sums_of(row)]);
+            }
+        }
+        for (token, sums) in sums.chunks_exact(width).enumerate() {
+            if token + ADDED_AHEAD < tokens {
+                prefetch(bytemuck::cast_slice(tile.row(token + ADDED_AHEAD)));
+            }
+            self.kernel.add(1.0, sums, tile.row(token));
+        }
+        (scratch.tiles[0], scratch.sums) = (products, aside);
     }
 
     /// Makes room for work of `tokens` tokens with `top_k` experts each: in the team's buffers, and in the scratch of each of its threads.
@@ -910,11 +1028,15 @@ impl<K: Kernel> BankInner<K> {
             x1.get(up_layout.bytes(tokens, hidden));
         }
         h.get(down_layout.bytes(rows, intermediate));
-        let whole = if self.nodes.len() == 1 { WHOLE_TOKENS.min(tokens) } else { 0 };
-        y.floats(whole * top_k * hidden);
-        let Lists { used, row_tokens, chunks, parts, tasks, columns, marks, whole_marks } = lists;
+        let few = FEW_TOKENS.min(tokens);
+        y.floats(few * top_k * hidden);
+        let Lists { used, row_tokens, chunks, parts, before_down, next, tasks, columns, marks, y_marks, y_lengths } =
+            lists;
         let most_chunks = self.experts.len().min(rows) + rows / ROWS;
-        let most_parts = most_chunks * intermediate.div_ceil(BLOCK);
+        let blocks = most_chunks * intermediate.div_ceil(BLOCK);
+        // Every node may have a panel more of each.
+        let most_downs = self.experts.len().min(few * top_k) * (hidden.div_ceil(K::PANEL) + self.nodes.len());
+        let most_parts = blocks + most_downs;
         fn room<T>(list: &mut Vec<T>, n: usize) {
             list.clear();
             list.reserve(n);
@@ -924,7 +1046,10 @@ impl<K: Kernel> BankInner<K> {
         room(chunks, most_chunks);
         parts.resize_with(self.nodes.len().max(parts.len()), Vec::new);
         parts.iter_mut().for_each(|parts| room(parts, most_parts));
+        room(before_down, self.nodes.len());
+        room(next, self.nodes.len());
         room(tasks, self.nodes.len());
+        room(y_lengths, most_downs);
         let mut widest = |tokens: usize| {
             columns.set(&expert.cuts.hidden, &self.nodes, 1, (K::PANEL, width(tokens)));
             (columns.widest(), columns.ends.len())
@@ -936,17 +1061,17 @@ impl<K: Kernel> BankInner<K> {
             ..=FEW_TOKENS => 0,
             _ => (of_narrow.len() * NARROW_TOKENS.min(tokens)).max(of_all.len() * tokens),
         };
-        marks.reserve(most_parts.max(tokens * hidden.div_ceil(BLOCK)).max(tiles));
-        whole_marks.reserve(self.experts.len().min(whole * top_k));
+        marks.reserve(blocks.max(tokens * hidden.div_ceil(BLOCK)).max(tiles));
+        y_marks.reserve(most_downs);
         region.put_buffers(buffers);
         // An expert has a token once.
         let most = tokens.min(ROWS);
-        let few = intermediate.min(FEW_BLOCKS * BLOCK) * most.min(FEW);
-        let few = few.max(widest_of_few.len() * most.min(FEW_TOKENS));
+        let tile = intermediate.min(FEW_BLOCKS * BLOCK) * most.min(FEW);
+        let tile = tile.max(widest_of_few.len() * most.min(FEW_TOKENS));
         region.each_thread(|scratch| {
-            scratch.tiles.iter_mut().for_each(|tile| _ = tile.floats(few));
+            scratch.tiles.iter_mut().for_each(|t| _ = t.floats(tile));
             scratch.sums.floats(sums);
-            scratch.h.get(down_layout.bytes(whole, intermediate));
+            scratch.h.get(down_layout.bytes(few, intermediate));
             self.reserve_scratch(most, of_narrow.clone(), scratch);
         });
     }
@@ -978,68 +1103,76 @@ impl<K: Kernel> BankInner<K> {
     /// Does an expert whole for the rows of a chunk: its down products go to `y`; `after` is what this thread probably does next.
     fn whole(
         &self,
-        (chunk, of): (&Chunk, (u64, usize)),
-        after: Option<(&Expert, usize)>,
-        x: [PackedTokens<'_>; 2],
-        tokens: &[u32],
+        chunk: &Chunk,
+        after: Option<(&Weights, usize)>,
+        x: GateUpInputs<'_>,
         y: &mut [f32],
         scratch: &mut Scratch,
     ) {
-        let (expert, layout, intermediate) =
-            (&*self.experts[chunk.expert], self.layouts[Proj::Down.index()], self.layer.intermediate);
-        let down = &expert.weights[Proj::Down.index()];
+        let (layout, blocks) = (self.layouts[Proj::Down.index()], self.layer.intermediate.div_ceil(BLOCK));
         let mut bytes = std::mem::take(&mut scratch.h);
-        let h = bytes.get(layout.bytes(tokens.len(), intermediate));
-        let mut of_blocks = h.chunks_exact_mut(tokens.len() * layout.block_bytes());
-        let blocks = intermediate.div_ceil(BLOCK);
-        for (block, end) in pieces_of(0..blocks, tokens.len()) {
-            let outputs = block * BLOCK..intermediate.min(end * BLOCK);
-            let next = if end < blocks { expert.weights[Proj::Gate.index()].at(end * BLOCK) } else { down.at(0) };
-            let h = |_| of_blocks.next().unwrap_or_default();
-            self.gate_up((chunk, of), (outputs, Some(next)), x, tokens, h, scratch);
-        }
-        let next = after.map(|(expert, start)| expert.weights[Proj::Gate.index()].at(start));
-        let x = Inputs::new(layout, tokens.len(), intermediate, h);
-        let outputs = Outputs { next, ..down.outputs(0..self.layer.hidden) };
-        self.kernel.product(outputs, x, 0..tokens.len(), y, scratch);
-        add_bias(y, expert.bias(Proj::Down, 0..self.layer.hidden));
+        let h = bytes.get(layout.bytes(x.tokens.len(), self.layer.intermediate));
+        let down = self.experts[chunk.expert].weights[Proj::Down.index()].at(0);
+        self.gate_up(chunk, (0..blocks, Some(down)), x, h, scratch);
+        self.down(chunk, (0..self.layer.hidden, after), h, y, scratch);
         scratch.h = bytes;
     }
 
-    /// Computes `outputs`, which begin with a block, of gate and up for the rows of a chunk, and packs what the activation makes of them to `h` of
-    /// each block.
-    fn gate_up<'h>(
+    /// Computes `outputs` of down for the rows of a chunk, whose inputs are `h`, to `y`.
+    fn down(
         &self,
-        (chunk, of): (&Chunk, (u64, usize)),
+        chunk: &Chunk,
         (outputs, next): (Range<usize>, Option<(&Weights, usize)>),
-        x: [PackedTokens<'_>; 2],
-        tokens: &[u32],
-        mut h: impl FnMut(usize) -> &'h mut [u8],
+        h: &[u8],
+        y: &mut [f32],
         scratch: &mut Scratch,
     ) {
-        let (expert, width) = (&self.experts[chunk.expert], outputs.len());
+        let (expert, rows) = (&self.experts[chunk.expert], chunk.rows.len());
+        let x = Inputs::new(self.layouts[Proj::Down.index()], rows, self.layer.intermediate, h);
+        let part = Outputs { next, ..expert.weights[Proj::Down.index()].outputs(outputs.clone()) };
+        self.kernel.product(part, x, 0..rows, y, scratch);
+        add_bias(y, expert.bias(Proj::Down, outputs));
+    }
+
+    /// Computes `blocks` of the outputs of gate and up for the rows of a chunk, and packs what the activation makes of them to `h`; `after` is what
+    /// this thread probably does next.
+    fn gate_up(
+        &self,
+        chunk: &Chunk,
+        (blocks, after): (Range<usize>, Option<(&Weights, usize)>),
+        x: GateUpInputs<'_>,
+        h: &mut [u8],
+        scratch: &mut Scratch,
+    ) {
+        let (expert, rows) = (&self.experts[chunk.expert], x.tokens.len());
         let [mut gate, mut up] = std::mem::take(&mut scratch.tiles);
         let mut gathered = std::mem::take(&mut scratch.gathered);
         let [of_gate, of_up] = &mut gathered;
-        let gate_x = of_gate.rows(x[0], tokens, of);
-        let up_x = if self.layouts[1] == self.layouts[0] { gate_x } else { of_up.rows(x[1], tokens, of) };
+        let gate_x = of_gate.rows(x.x[0], x.tokens, x.of);
+        let up_x = if self.layouts[1] == self.layouts[0] { gate_x } else { of_up.rows(x.x[1], x.tokens, x.of) };
         let weights = |proj: Proj| &expert.weights[proj.index()];
-        let after_gate = Some(weights(Proj::Up).at(outputs.start));
-        for (proj, x, tile, next) in [(Proj::Gate, gate_x, &mut gate, after_gate), (Proj::Up, up_x, &mut up, next)] {
-            let tile = tile.floats(tokens.len() * width);
-            let part = Outputs { next, ..weights(proj).outputs(outputs.clone()) };
-            self.kernel.product(part, x, 0..tokens.len(), tile, scratch);
-            add_bias(tile, expert.bias(proj, outputs.clone()));
-        }
-        let n = tokens.len() * width;
-        let h_rows = gate.floats(n);
-        self.kernel.activate(self.layer.activation, h_rows, up.floats(n));
         let layout = self.layouts[Proj::Down.index()];
-        for start in (0..width).step_by(BLOCK) {
-            let columns = start..width.min(start + BLOCK);
-            let h = h((outputs.start + start) / BLOCK);
-            for (row, out) in h_rows.chunks_exact(width).zip(h.chunks_exact_mut(layout.block_bytes())) {
-                self.kernel.pack_input(layout, &row[columns.clone()], out);
+        let mut h = h.chunks_exact_mut(rows * layout.block_bytes());
+        for (block, end) in pieces_of(blocks.clone(), rows) {
+            let outputs = block * BLOCK..self.layer.intermediate.min(end * BLOCK);
+            let width = outputs.len();
+            let after_gate = Some(weights(Proj::Up).at(outputs.start));
+            let after_up = if end < blocks.end { Some(weights(Proj::Gate).at(end * BLOCK)) } else { after };
+            for (proj, x, tile, next) in
+                [(Proj::Gate, gate_x, &mut gate, after_gate), (Proj::Up, up_x, &mut up, after_up)]
+            {
+                let tile = tile.floats(rows * width);
+                let part = Outputs { next, ..weights(proj).outputs(outputs.clone()) };
+                self.kernel.product(part, x, 0..rows, tile, scratch);
+                add_bias(tile, expert.bias(proj, outputs.clone()));
+            }
+            let h_rows = gate.floats(rows * width);
+            self.kernel.activate(self.layer.activation, h_rows, up.floats(rows * width));
+            for (start, h) in (0..width).step_by(BLOCK).zip(&mut h) {
+                let columns = start..width.min(start + BLOCK);
+                for (row, out) in h_rows.chunks_exact(width).zip(h.chunks_exact_mut(layout.block_bytes())) {
+                    self.kernel.pack_input(layout, &row[columns.clone()], out);
+                }
             }
         }
         scratch.tiles = [gate, up];
@@ -1099,7 +1232,7 @@ impl<K: Kernel> LinearOp for CpuLinear<K> {
                 |row, block| block * n + row,
             );
             let inputs = Inputs::new(self.layout, n, cols, bytes);
-            let width = if n <= FEW_TOKENS { WIDE } else { NARROW };
+            let width = if n <= WIDE_ROWS { WIDE } else { NARROW };
             let columns = Columns::new(&self.cuts, &self.nodes, n.div_ceil(ROWS), (K::PANEL, width));
             let tasks: Vec<usize> = columns.lanes.iter().map(|lane| lane.len() * n.div_ceil(ROWS)).collect();
             let grid = Grid::new(y, n, ROWS, &columns.ends);

@@ -3,13 +3,14 @@
 #![allow(unsafe_code)] // memory
 
 use std::marker::PhantomData;
-use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::ops::{Deref, DerefMut, Range};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use memmap2::MmapMut;
 
-use super::team::Team;
+use super::team::{CALLER_SPIN, Team};
 use super::topology::pages_by_node;
 use crate::backend::Residence;
 use crate::error::{Error, Result};
@@ -187,11 +188,20 @@ pub fn huge_share(area: &[u8]) -> Option<f64> {
     (resident > 0).then(|| huge as f64 / resident as f64)
 }
 
+/// What became of a piece, in `Marks::states`: nobody has it.
+const FREE: u8 = 0;
+/// A task has it, or had it.
+const TAKEN: u8 = 1;
+/// It is written, and from now on only read.
+const FILLED: u8 = 2;
+/// The task that should have written it panicked.
+const FAILED: u8 = 3;
+
 /// Which pieces of a buffer were taken, and where they end: memory that is kept from one buffer to the next.
 #[derive(Default)]
 pub(crate) struct Marks {
     ends: Vec<usize>,
-    taken: Vec<AtomicBool>,
+    states: Vec<AtomicU8>,
 }
 
 impl Marks {
@@ -200,13 +210,18 @@ impl Marks {
         self.ends.clear();
         self.ends.reserve(pieces);
         self.start(0);
-        self.taken.reserve(pieces);
+        self.states.reserve(pieces);
     }
 
     /// None of so many pieces was taken.
     fn start(&mut self, pieces: usize) {
-        self.taken.clear();
-        self.taken.resize_with(pieces, || AtomicBool::new(false));
+        self.states.clear();
+        self.states.resize_with(pieces, || AtomicU8::new(FREE));
+    }
+
+    /// Takes piece `i`; false when it was taken before.
+    fn take(&self, i: usize) -> bool {
+        self.states[i].compare_exchange(FREE, TAKEN, Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }
 }
 
@@ -266,21 +281,111 @@ impl<'a, T> Pieces<'a, T> {
         self.marks
     }
 
+    /// Where pieces begin and end that follow each other.
+    fn bounds(&self, pieces: Range<usize>) -> Range<usize> {
+        let ends = &self.marks.ends;
+        let end = |pieces: usize| match self.every {
+            Some(len) => pieces * len,
+            None if pieces == 0 => 0,
+            None => ends[pieces - 1],
+        };
+        end(pieces.start)..end(pieces.end)
+    }
+
     /// Piece `i`.
     ///
     /// # Panics
     /// When it was taken before, or does not exist.
-    #[allow(clippy::mut_from_ref)] // each piece leaves once, which `taken` enforces
+    #[allow(clippy::mut_from_ref)] // each piece leaves once, which its state enforces
     pub fn take(&self, i: usize) -> &mut [T] {
-        let Marks { ends, taken } = &self.marks;
-        assert!(!taken[i].swap(true, Ordering::Relaxed), "piece {i} taken twice");
-        let (start, end) = match self.every {
-            Some(len) => (i * len, (i + 1) * len),
-            None => (if i == 0 { 0 } else { ends[i - 1] }, ends[i]),
-        };
-        // SAFETY: start..end lies within the buffer borrowed for 'a, pieces are disjoint, and the flag above lets each leave
-        // only once.
-        unsafe { std::slice::from_raw_parts_mut(self.data.add(start), end - start) }
+        assert!(self.marks.take(i), "piece {i} taken twice");
+        let bounds = self.bounds(i..i + 1);
+        // SAFETY: `bounds` lies within the buffer borrowed for 'a, pieces are disjoint, and the state lets each leave only once.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(bounds.start), bounds.len()) }
+    }
+
+    /// Pieces that follow each other, for a task to write what others wait for: they are [filled](Pieces::filled) when what is returned is dropped.
+    ///
+    /// # Panics
+    /// As [`Pieces::take`].
+    pub(crate) fn fill(&self, pieces: Range<usize>) -> Filling<'_, T> {
+        let (start, end) = (pieces.start, pieces.end);
+        assert!(start <= end && end <= self.marks.states.len(), "there are no pieces {pieces:?}");
+        let mut filling = Filling { states: &self.marks.states[start..start], values: &mut [] };
+        for i in pieces {
+            assert!(self.marks.take(i), "piece {i} taken twice");
+            filling.states = &self.marks.states[start..=i];
+        }
+        let bounds = self.bounds(start..end);
+        // SAFETY: as in `take`; pieces that follow each other are one slice.
+        filling.values = unsafe { std::slice::from_raw_parts_mut(self.data.add(bounds.start), bounds.len()) };
+        filling
+    }
+
+    /// Whether nobody would wait for these pieces in [`Pieces::filled`].
+    pub(crate) fn are_filled(&self, pieces: Range<usize>) -> bool {
+        let mut states = self.marks.states[pieces].iter().map(|state| state.load(Ordering::Relaxed));
+        states.all(|state| state == FILLED || state == FAILED)
+    }
+
+    /// Pieces that follow each other, when tasks on other threads have [filled](Pieces::fill) them all; `None` when one of these panicked. Whoever waits must
+    /// know that they are running, or have run.
+    ///
+    /// # Panics
+    /// When there are no such pieces.
+    pub(crate) fn filled(&self, pieces: Range<usize>) -> Option<&[T]>
+    where
+        T: Sync,
+    {
+        let mut since = None;
+        for state in &self.marks.states[pieces.clone()] {
+            let mut spins = 0u32;
+            loop {
+                match state.load(Ordering::Acquire) {
+                    FILLED => break,
+                    FAILED => return None,
+                    _ => std::hint::spin_loop(),
+                }
+                spins += 1;
+                if spins.is_multiple_of(128) && since.get_or_insert_with(Instant::now).elapsed() > CALLER_SPIN {
+                    // Who fills it was probably descheduled: let it have this core.
+                    std::thread::sleep(Duration::from_micros(10));
+                }
+            }
+        }
+        let bounds = self.bounds(pieces);
+        // SAFETY: as in `take`; every piece is filled, which is said once, when the only reference to write through has ended, and nothing ever
+        // makes another: `take` and `fill` refuse what is not free.
+        Some(unsafe { std::slice::from_raw_parts(self.data.add(bounds.start), bounds.len()) })
+    }
+}
+
+/// Pieces that are being written, by one task: see [`Pieces::fill`].
+pub(crate) struct Filling<'a, T> {
+    states: &'a [AtomicU8],
+    values: &'a mut [T],
+}
+
+impl<T> Deref for Filling<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        self.values
+    }
+}
+
+impl<T> DerefMut for Filling<'_, T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        self.values
+    }
+}
+
+impl<T> Drop for Filling<'_, T> {
+    fn drop(&mut self) {
+        let state = if std::thread::panicking() { FAILED } else { FILLED };
+        // Nothing is written through it from here on.
+        self.values = &mut [];
+        self.states.iter().for_each(|s| s.store(state, Ordering::Release));
     }
 }
 
@@ -336,9 +441,9 @@ impl<'a> Grid<'a> {
     /// When it was taken before, or does not exist.
     pub fn take(&self, row: usize, col: usize) -> GridTile<'_> {
         let tile = row.checked_mul(self.ends.len()).filter(|_| col < self.ends.len()).and_then(|t| t.checked_add(col));
-        let taken =
-            tile.and_then(|t| self.marks.taken.get(t)).unwrap_or_else(|| panic!("there is no tile {row}, {col}"));
-        assert!(!taken.swap(true, Ordering::Relaxed), "tile {row}, {col} taken twice");
+        let tile = tile.filter(|&t| t < self.marks.states.len());
+        let tile = tile.unwrap_or_else(|| panic!("there is no tile {row}, {col}"));
+        assert!(self.marks.take(tile), "tile {row}, {col} taken twice");
         let r = row * self.tile_rows;
         let c = if col == 0 { 0 } else { self.ends[col - 1] };
         GridTile {
@@ -398,6 +503,39 @@ mod tests {
             }
         }
         assert!(data.iter().all(|&v| v == 1.0));
+    }
+
+    #[test]
+    fn filled_pieces_are_read_when_all_are_there() {
+        for _ in 0..200 {
+            let mut data = vec![0u32; 12];
+            let pieces = Pieces::new(&mut data, [3, 0, 4, 5]);
+            std::thread::scope(|scope| {
+                for of in [2..4, 0..1, 1..2] {
+                    let pieces = &pieces;
+                    scope.spawn(move || pieces.fill(of).fill(7));
+                }
+                assert_eq!(pieces.filled(0..4), Some(&[7; 12][..]));
+                assert!(pieces.are_filled(0..4));
+                assert_eq!(pieces.filled(2..3).map(<[u32]>::len), Some(4));
+            });
+            assert!(refused(|| pieces.take(2).len()).contains("taken twice"));
+            assert!(refused(|| pieces.fill(1..3).len()).contains("taken twice"));
+            assert_eq!(pieces.filled(2..4), Some(&[7; 9][..]), "what others read stays");
+        }
+        let mut data = vec![0u32; 12];
+        let pieces = Pieces::every(&mut data, 4);
+        let broken = refused(|| {
+            let _filling = pieces.fill(1..2);
+            panic!("broken");
+        });
+        assert_eq!(broken, "broken");
+        assert_eq!([0, 1, 2].map(|i| pieces.are_filled(i..i + 1)), [false, true, false]);
+        pieces.fill(0..1)[3] = 1;
+        assert!(pieces.are_filled(0..2) && !pieces.are_filled(0..3));
+        assert_eq!((pieces.filled(0..1), pieces.filled(0..2)), (Some(&[0, 0, 0, 1][..]), None));
+        assert_eq!(pieces.filled(2..2), Some(&[][..]));
+        assert!(refused(|| pieces.fill(2..4).len()).contains("no pieces"));
     }
 
     /// What a panic says.

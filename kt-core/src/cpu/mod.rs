@@ -14,4 +14,4 @@ mod flow;
 mod slice;
 
 pub use flow::CpuBackend;
-pub(crate) use flow::WHOLE_TOKENS;
+pub(crate) use flow::FEW_TOKENS;

@@ -43,8 +43,8 @@ use crate::work::Spent;
 /// of a running model, shorter than what a neighbour on the same core would notice.
 pub const SPIN: Duration = Duration::from_micros(60);
 
-/// How long the caller spins for the others at the end of a run before it sleeps: longer than most tasks.
-const CALLER_SPIN: Duration = Duration::from_micros(50);
+/// How long the caller spins for the others at the end of a run before it sleeps, and a task for what it needs: longer than most tasks.
+pub(crate) const CALLER_SPIN: Duration = Duration::from_micros(50);
 
 /// Threads that an application lends to a [`Team`].
 ///

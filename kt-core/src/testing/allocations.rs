@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::Random;
+use crate::cpu::FEW_TOKENS;
 use crate::runtime::{LoadOptions, Runtime};
 use crate::source::WeightSource;
 
@@ -53,7 +54,7 @@ pub fn prepared_calls_allocate_nothing(
     source: &Arc<dyn WeightSource>,
     label: &str,
 ) {
-    const MOST: usize = 40;
+    const MOST: usize = FEW_TOKENS + 8;
     let fail = |e| panic!("{label}: {e}");
     let loaded = runtime.load_shared(source, LoadOptions::default()).unwrap_or_else(fail);
     let (experts, top_k) = (source.layers()[0].experts, source.layers()[0].top_k);
@@ -63,7 +64,7 @@ pub fn prepared_calls_allocate_nothing(
     let mut read = 0;
     let mut before = 0;
     for round in 0..60 {
-        let tokens = [1, MOST, 2, 7, 33][round % 5];
+        let tokens = [1, MOST, 2, 7, FEW_TOKENS + 1][round % 5];
         for call in &calls {
             call.start(tokens, |input, ids, weights| {
                 input.iter_mut().for_each(|v| *v = random.normal());

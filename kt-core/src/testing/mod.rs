@@ -19,6 +19,7 @@ use std::sync::Arc;
 
 use crate::activation::Activation;
 use crate::backend::{Backend, ExpertBank, Fit, LoadContext, Progress};
+use crate::cpu::FEW_TOKENS;
 use crate::cpu::input::InputLayout;
 use crate::cpu::kernel::Kernel;
 use crate::cpu::memory::AlignedBytes;
@@ -446,13 +447,13 @@ pub fn conformance<B: Backend>(backend: impl Fn(Tier) -> Result<B, Unsupported>)
     assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
 }
 
-/// Teams that must all give the same bits: one to three threads, one to eight NUMA nodes, even and uneven, and a pool of an application.
+/// Teams that must all give the same bits: one to three threads, more of them than a layer has experts, one to eight NUMA nodes, even and uneven, and a pool of an application.
 ///
 /// # Errors
 /// The system refuses to start threads.
 pub fn teams() -> crate::Result<Vec<(String, Arc<Team>)>> {
     let mut teams = Vec::new();
-    for threads in 1..=3 {
+    for threads in [1, 2, 3, 16] {
         teams.push((format!("{threads} threads"), Team::oversubscribed(threads)?));
     }
     for cpus in [&[1, 1][..], &[2, 1], &[1, 1, 1, 1], &[1; 8]] {
@@ -515,7 +516,7 @@ fn same_bits(
     failures: &mut Vec<String>,
 ) {
     let spec = &source.layers()[0];
-    let (hidden, experts, tokens) = (spec.hidden, spec.experts, 37);
+    let (hidden, experts, tokens) = (spec.hidden, spec.experts, FEW_TOKENS + 5);
     let mut random = Random(3);
     let input = Hidden::F32((0..tokens * hidden).map(|_| random.normal()).collect());
     let ids: Vec<i32> = (0..tokens * 2).map(|_| random.below(experts) as i32).collect();
