@@ -291,8 +291,8 @@ struct LayerPlans {
 /// What a plan is of, and does not say.
 #[derive(Default)]
 struct Planned {
-    /// Per token of a pass, per row of a thread's tile, and per token of few, whose down products are kept.
-    scratch_bytes_per_token: [u64; 3],
+    /// Per token of a pass, per row of a thread's tile, and per token of few: down products, which are kept, and down inputs, of a thread.
+    scratch_bytes_per_token: [u64; 4],
     load_bytes_per_thread: u64,
     /// Weights are in place wherever they can be, of layers from this place among them on.
     in_place_from: usize,
@@ -322,13 +322,11 @@ struct Devices {
 }
 
 /// Scratch of all threads for a pass; see [`Planned::scratch_bytes_per_token`].
-fn scratch_bytes([per_token, per_row, per_few]: [u64; 3], tokens: usize, threads: usize) -> u64 {
+fn scratch_bytes([per_token, per_row, kept, made]: [u64; 4], tokens: usize, threads: usize) -> u64 {
+    let few = tokens.min(FEW_TOKENS) as u64;
     // A tile has up to 256 rows; a thread has a panel of unpacked weights, of about a MiB.
-    let of_threads = (per_row * tokens.min(256) as u64 + (1 << 20)) * threads as u64;
-    per_token
-        .saturating_mul(tokens as u64)
-        .saturating_add(of_threads)
-        .saturating_add(per_few * tokens.min(FEW_TOKENS) as u64)
+    let of_threads = (per_row * tokens.min(256) as u64 + made.saturating_mul(few) + (1 << 20)) * threads as u64;
+    per_token.saturating_mul(tokens as u64).saturating_add(of_threads).saturating_add(kept * few)
 }
 
 /// The largest number below `most` of which `good` is true, where that is true up to some number and false from there on.
@@ -634,12 +632,14 @@ impl Runtime {
             };
             all.load_bytes_per_thread = all.load_bytes_per_thread.max(loading);
             // Packed inputs, the call's f32 output, and sums of a quarter of it at most, as threads have four tiles each; per row of a tile, two
-            // tiles of 256 outputs, the sums of two rows of them, and the gathered inputs; the down products of few tokens.
+            // tiles of 256 outputs, the sums of two rows of them, and the gathered inputs; the down products of few tokens, and what a thread has for
+            // down's inputs that does an expert whole.
             let input = fit.inputs[0].bytes(1, layer.hidden) as u64;
-            let [token, row, few] = &mut all.scratch_bytes_per_token;
+            let [token, row, kept, made] = &mut all.scratch_bytes_per_token;
             *token = (*token).max(fit.scratch_bytes_per_token + (4 + 1) * layer.hidden as u64);
             *row = (*row).max(4 * 256 * 4 + 2 * input);
-            *few = (*few).max((layer.top_k * layer.hidden * 4) as u64);
+            *kept = (*kept).max((layer.top_k * layer.hidden * 4) as u64);
+            *made = (*made).max(fit.inputs[1].bytes(1, layer.intermediate) as u64);
             plans.push(LayerPlan {
                 index: layer.index,
                 experts: layer.experts,

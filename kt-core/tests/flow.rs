@@ -1,6 +1,7 @@
 //! The CPU flow with a kernel that breaks: tasks that wait for others are not left waiting.
 
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -57,11 +58,11 @@ impl Kernel for Breaks {
 
 #[test]
 fn a_task_that_panics_ends_the_call_wherever_it_is() {
-    let source = SyntheticSource::builder().hidden(HIDDEN).intermediate(INTERMEDIATE).experts(3).top_k(3).layers(1);
+    let source = SyntheticSource::builder().hidden(HIDDEN).intermediate(INTERMEDIATE).experts(6).top_k(6).layers(1);
     let source = source.format(Format::Bf16).seed(3).build().unwrap();
     let mut random = Random(4);
     let input: Vec<f32> = (0..2 * HIDDEN).map(|_| random.normal()).collect();
-    let batch = || Batch::new(2, input.clone(), vec![0, 1, 2, 2, 0, 1], vec![0.5; 6]).unwrap();
+    let batch = || Batch::new(2, input.clone(), vec![0, 1, 2, 3, 4, 5, 2, 0, 1, 5, 3, 4], vec![0.5; 12]).unwrap();
     let forward = |experts: &Experts| {
         let mut batch = batch();
         experts.layer(0).unwrap().forward(&mut batch).map(|()| batch.into_output())
@@ -82,5 +83,23 @@ fn a_task_that_panics_ends_the_call_wherever_it_is() {
         }
         LEFT.store(usize::MAX, Ordering::Relaxed);
         assert_eq!(forward(&experts).unwrap(), whole, "after calls that broke");
+
+        // A thread that ends for another reason calls a layer once more: nothing is wrong with that call.
+        let mut last = None;
+        let ends = catch_unwind(AssertUnwindSafe(|| {
+            let _last = Finally(|| last = Some(forward(&experts)));
+            panic!("another reason");
+        }));
+        assert!(ends.is_err());
+        assert_eq!(last.unwrap().unwrap(), whole, "a call while unwinding");
+    }
+}
+
+/// Called when it is dropped.
+struct Finally<F: FnMut()>(F);
+
+impl<F: FnMut()> Drop for Finally<F> {
+    fn drop(&mut self) {
+        (self.0)();
     }
 }

@@ -492,7 +492,7 @@ pub struct Host {
     /// Begins a parallel region: the team works for this thread until it ends, and other threads that ask for one wait. Not from within a task.
     pub region_begin: unsafe extern "C" fn(team: *const c_void) -> *mut c_void,
     /// Runs `tasks[lane]` tasks of each of up to as many lanes as the team has shares, and returns when all are done: [`DONE`], or else some task ended
-    /// the run. With `at_home`, no thread takes tasks of another lane than its own.
+    /// the run. The tasks of a lane begin in the order of their numbers: one may wait for those before it. With `at_home`, no thread takes tasks of another lane than its own.
     pub region_run: unsafe extern "C" fn(
         region: *mut c_void,
         tasks: *const usize,

@@ -849,6 +849,7 @@ impl<K: Kernel> BankInner<K> {
                 Job::GateUp(of) => {
                     let mut h = pieces.fill(h_pieces(part.chunk, of.clone()));
                     self.gate_up(chunk, (of.clone(), after), x, &mut h, scratch);
+                    h.done();
                 }
                 Job::Down(downs) if downs.whole => self.whole(chunk, after, x, y_pieces.take(downs.piece), scratch),
                 Job::Down(downs) => {
@@ -1054,7 +1055,6 @@ impl<K: Kernel> BankInner<K> {
             columns.set(&expert.cuts.hidden, &self.nodes, 1, (K::PANEL, width(tokens)));
             (columns.widest(), columns.ends.len())
         };
-        let (widest_of_few, _) = widest(FEW_TOKENS.min(tokens));
         let (of_narrow, _) = widest(NARROW_TOKENS.min(tokens));
         let (of_all, tiles) = widest(tokens);
         let sums = match tokens {
@@ -1067,11 +1067,12 @@ impl<K: Kernel> BankInner<K> {
         // An expert has a token once.
         let most = tokens.min(ROWS);
         let tile = intermediate.min(FEW_BLOCKS * BLOCK) * most.min(FEW);
-        let tile = tile.max(widest_of_few.len() * most.min(FEW_TOKENS));
+        // On several nodes no expert is done whole.
+        let whole = if self.nodes.len() == 1 { few } else { 0 };
         region.each_thread(|scratch| {
             scratch.tiles.iter_mut().for_each(|t| _ = t.floats(tile));
             scratch.sums.floats(sums);
-            scratch.h.get(down_layout.bytes(few, intermediate));
+            scratch.h.get(down_layout.bytes(whole, intermediate));
             self.reserve_scratch(most, of_narrow.clone(), scratch);
         });
     }

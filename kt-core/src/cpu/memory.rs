@@ -194,7 +194,7 @@ const FREE: u8 = 0;
 const TAKEN: u8 = 1;
 /// It is written, and from now on only read.
 const FILLED: u8 = 2;
-/// The task that should have written it panicked.
+/// The task that should have written it ended without having done so.
 const FAILED: u8 = 3;
 
 /// Which pieces of a buffer were taken, and where they end: memory that is kept from one buffer to the next.
@@ -304,14 +304,14 @@ impl<'a, T> Pieces<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.data.add(bounds.start), bounds.len()) }
     }
 
-    /// Pieces that follow each other, for a task to write what others wait for: they are [filled](Pieces::filled) when what is returned is dropped.
+    /// Pieces that follow each other, for a task to write what others wait for: they are [filled](Pieces::filled) once that is [`done`](Filling::done).
     ///
     /// # Panics
     /// As [`Pieces::take`].
     pub(crate) fn fill(&self, pieces: Range<usize>) -> Filling<'_, T> {
         let (start, end) = (pieces.start, pieces.end);
         assert!(start <= end && end <= self.marks.states.len(), "there are no pieces {pieces:?}");
-        let mut filling = Filling { states: &self.marks.states[start..start], values: &mut [] };
+        let mut filling = Filling { states: &self.marks.states[start..start], values: &mut [], done: false };
         for i in pieces {
             assert!(self.marks.take(i), "piece {i} taken twice");
             filling.states = &self.marks.states[start..=i];
@@ -328,7 +328,7 @@ impl<'a, T> Pieces<'a, T> {
         states.all(|state| state == FILLED || state == FAILED)
     }
 
-    /// Pieces that follow each other, when tasks on other threads have [filled](Pieces::fill) them all; `None` when one of these panicked. Whoever waits must
+    /// Pieces that follow each other, when tasks on other threads have [filled](Pieces::fill) them all; `None` when one of these failed. Whoever waits must
     /// know that they are running, or have run.
     ///
     /// # Panics
@@ -364,6 +364,14 @@ impl<'a, T> Pieces<'a, T> {
 pub(crate) struct Filling<'a, T> {
     states: &'a [AtomicU8],
     values: &'a mut [T],
+    done: bool,
+}
+
+impl<T> Filling<'_, T> {
+    /// All is written. What is dropped without it has failed.
+    pub fn done(mut self) {
+        self.done = true;
+    }
 }
 
 impl<T> Deref for Filling<'_, T> {
@@ -382,7 +390,7 @@ impl<T> DerefMut for Filling<'_, T> {
 
 impl<T> Drop for Filling<'_, T> {
     fn drop(&mut self) {
-        let state = if std::thread::panicking() { FAILED } else { FILLED };
+        let state = if self.done { FILLED } else { FAILED };
         // Nothing is written through it from here on.
         self.values = &mut [];
         self.states.iter().for_each(|s| s.store(state, Ordering::Release));
@@ -513,7 +521,11 @@ mod tests {
             std::thread::scope(|scope| {
                 for of in [2..4, 0..1, 1..2] {
                     let pieces = &pieces;
-                    scope.spawn(move || pieces.fill(of).fill(7));
+                    scope.spawn(move || {
+                        let mut filling = pieces.fill(of);
+                        filling.fill(7);
+                        filling.done();
+                    });
                 }
                 assert_eq!(pieces.filled(0..4), Some(&[7; 12][..]));
                 assert!(pieces.are_filled(0..4));
@@ -531,7 +543,9 @@ mod tests {
         });
         assert_eq!(broken, "broken");
         assert_eq!([0, 1, 2].map(|i| pieces.are_filled(i..i + 1)), [false, true, false]);
-        pieces.fill(0..1)[3] = 1;
+        let mut filling = pieces.fill(0..1);
+        filling[3] = 1;
+        filling.done();
         assert!(pieces.are_filled(0..2) && !pieces.are_filled(0..3));
         assert_eq!((pieces.filled(0..1), pieces.filled(0..2)), (Some(&[0, 0, 0, 1][..]), None));
         assert_eq!(pieces.filled(2..2), Some(&[][..]));

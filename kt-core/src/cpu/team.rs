@@ -814,7 +814,7 @@ impl Region<'_> {
     }
 
     /// Runs `body(lane, 0..tasks[lane])` for every lane: those of lane `n` on the threads of node `n` first, by others when these have none of
-    /// their own left.
+    /// their own left. The tasks of a lane begin in order: one may wait for those before it.
     ///
     /// # Panics
     /// As [`Region::run`]; and when there are more lanes than nodes.
