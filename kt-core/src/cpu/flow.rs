@@ -8,7 +8,7 @@
 //!
 //! Of few tokens, down products are tasks of run 2 as well, and run 3 only adds them. Most experts are done whole by one thread: gate, up and down lie
 //! one after the other, and are then read as one stream. The last ones are cut, gate and up as said, then down: a task of down waits for those
-//! that make its inputs, which threads took before, and so hardly ever; no thread waits between gate, up and down, and the last tasks are small,
+//! that make its inputs, which threads took before; no thread waits between gate, up and down, and the last tasks are small,
 //! so that threads end together.
 //!
 //! Every number of the output is computed by one task from start to end, and sums run over experts in rising order, so the
