@@ -12,15 +12,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kt_core::cpu::CpuBackend;
-use kt_core::cpu::input::{InputLayout, Inputs};
-use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
-use kt_core::cpu::portable::Portable;
+use kt_core::cpu::input::Inputs;
+use kt_core::cpu::kernel::{Outputs, Scratch};
 use kt_core::cpu::team::Team;
-use kt_core::cpu::tier::Tier;
 use kt_core::cpu::topology::Topology;
 use kt_core::source::synthetic::SyntheticSource;
-use kt_core::testing::Random;
-use kt_core::{Batch, Candidate, Format, Matrix, RuntimeBuilder, Unsupported};
+use kt_core::testing::{Products, Random};
+use kt_core::{Batch, Candidate, Format, RuntimeBuilder};
 
 /// Bytes of a weight, as of Q4_K.
 const BYTES: f64 = 0.5625;
@@ -42,40 +40,13 @@ thread_local! {
 }
 
 /// Makes zeros, in time.
-#[derive(Clone, Copy)]
-struct Sleeps;
-
-impl Kernel for Sleeps {
-    const PANEL: usize = 64;
-
-    fn tier(self) -> Tier {
-        Portable.tier()
-    }
-
-    fn accepts(self, format: Format, rows: usize, cols: usize) -> Result<(InputLayout, &'static str), Unsupported> {
-        Portable.accepts(format, rows, cols)
-    }
-
-    fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize> {
-        Portable.packed_bytes(format, rows, cols)
-    }
-
-    fn layout_version(self) -> u32 {
-        Portable.layout_version()
-    }
-
-    fn pack(self, matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
-        Portable.pack(matrix, rows, out);
-    }
-
-    fn product(self, outputs: Outputs<'_>, _: Inputs<'_>, rows: Range<usize>, out: &mut [f32], _: &mut Scratch) {
-        let weights = (outputs.range.len() * outputs.of.cols()) as f64;
-        let seconds = (weights * BYTES / READ).max(weights * rows.len() as f64 / PRODUCTS);
-        let time = Duration::from_secs_f64(seconds * SLOWED * SLOWNESS.get());
-        thread::sleep(time);
-        BUSY.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
-        out.fill(0.0);
-    }
+fn sleeps(outputs: Outputs<'_>, _: Inputs<'_>, rows: Range<usize>, out: &mut [f32], _: &mut Scratch) {
+    let weights = (outputs.range.len() * outputs.of.cols()) as f64;
+    let seconds = (weights * BYTES / READ).max(weights * rows.len() as f64 / PRODUCTS);
+    let time = Duration::from_secs_f64(seconds * SLOWED * SLOWNESS.get());
+    thread::sleep(time);
+    BUSY.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
+    out.fill(0.0);
 }
 
 /// Calls a layer of this shape, `(hidden, intermediate, experts, top_k)`.
@@ -83,7 +54,7 @@ fn measure(team: &Arc<Team>, shape: (usize, usize, usize, usize), tokens: usize)
     let (hidden, intermediate, experts, top_k) = shape;
     let source = SyntheticSource::builder().hidden(hidden).intermediate(intermediate).experts(experts).top_k(top_k);
     let source = source.layers(1).format(Format::Q4_0).build()?;
-    let candidates = |_| vec![Candidate::new("sleeps", Ok(CpuBackend::new("sleeps", Sleeps)))];
+    let candidates = |_| vec![Candidate::new("sleeps", Ok(CpuBackend::new("sleeps", Products::<64, _>(sleeps))))];
     let loaded = RuntimeBuilder::new(candidates).team(team.clone()).build()?.load(&source)?;
     let mut random = Random(1);
     let mut ids = Vec::new();

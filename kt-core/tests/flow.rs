@@ -6,15 +6,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kt_core::cpu::CpuBackend;
-use kt_core::cpu::input::{InputLayout, Inputs};
+use kt_core::cpu::input::Inputs;
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
 use kt_core::cpu::portable::Portable;
 use kt_core::cpu::team::Team;
-use kt_core::cpu::tier::Tier;
 use kt_core::cpu::topology::Topology;
 use kt_core::source::synthetic::SyntheticSource;
-use kt_core::testing::Random;
-use kt_core::{Batch, Candidate, Error, Experts, Format, Matrix, RuntimeBuilder, Unsupported};
+use kt_core::testing::{Products, Random};
+use kt_core::{Batch, Candidate, Error, Experts, Format, RuntimeBuilder};
 
 /// Unlike all others, so that products of gate and up are told from those of down.
 const INTERMEDIATE: usize = 640;
@@ -23,37 +22,12 @@ const HIDDEN: usize = 96;
 /// How many products of gate and up there are until one panics.
 static LEFT: AtomicUsize = AtomicUsize::new(usize::MAX);
 
-/// [`Portable`], until it breaks.
-#[derive(Clone, Copy)]
-struct Breaks;
-
-impl Kernel for Breaks {
-    fn tier(self) -> Tier {
-        Portable.tier()
+/// A product of [`Portable`], until it breaks.
+fn breaks(outputs: Outputs<'_>, x: Inputs<'_>, rows: Range<usize>, out: &mut [f32], scratch: &mut Scratch) {
+    if outputs.of.rows() == INTERMEDIATE && LEFT.fetch_sub(1, Ordering::Relaxed) == 0 {
+        panic!("broken on purpose");
     }
-
-    fn accepts(self, format: Format, rows: usize, cols: usize) -> Result<(InputLayout, &'static str), Unsupported> {
-        Portable.accepts(format, rows, cols)
-    }
-
-    fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize> {
-        Portable.packed_bytes(format, rows, cols)
-    }
-
-    fn layout_version(self) -> u32 {
-        Portable.layout_version()
-    }
-
-    fn pack(self, matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
-        Portable.pack(matrix, rows, out);
-    }
-
-    fn product(self, outputs: Outputs<'_>, x: Inputs<'_>, rows: Range<usize>, out: &mut [f32], scratch: &mut Scratch) {
-        if outputs.of.rows() == INTERMEDIATE && LEFT.fetch_sub(1, Ordering::Relaxed) == 0 {
-            panic!("broken on purpose");
-        }
-        Portable.product(outputs, x, rows, out, scratch);
-    }
+    Portable.product(outputs, x, rows, out, scratch);
 }
 
 #[test]
@@ -69,7 +43,7 @@ fn a_task_that_panics_ends_the_call_wherever_it_is() {
     };
     let two_nodes = Team::builder().topology(Topology::fake(&[3, 2])).threads(5).oversubscribed().build().unwrap();
     for team in [1, 2, 3, 16].map(|threads| Team::oversubscribed(threads).unwrap()).into_iter().chain([two_nodes]) {
-        let candidates = |_| vec![Candidate::new("breaks", Ok(CpuBackend::new("breaks", Breaks)))];
+        let candidates = |_| vec![Candidate::new("breaks", Ok(CpuBackend::new("breaks", Products::<16, _>(breaks))))];
         let runtime = RuntimeBuilder::new(candidates).team(Arc::clone(&team)).build().unwrap();
         let experts = runtime.load(&source).unwrap();
         LEFT.store(usize::MAX, Ordering::Relaxed);

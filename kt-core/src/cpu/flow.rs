@@ -144,8 +144,6 @@ pub(crate) struct Lists {
     marks: Marks,
     /// Of the down products of few tokens.
     y_marks: Marks,
-    /// How many down products there are for each of their pieces.
-    y_lengths: Vec<usize>,
 }
 
 /// Which part of a node is next: of those before down, and of down.
@@ -751,6 +749,13 @@ struct Downs {
     at: usize,
 }
 
+/// How many pieces of down products are listed, and products in them.
+#[derive(Clone, Copy, Default)]
+struct Made {
+    pieces: usize,
+    products: usize,
+}
+
 impl Part {
     /// What its thread reads first, as a hint for the one before it.
     fn start<'a, K>(&self, bank: &'a BankInner<K>, chunks: &[Chunk]) -> (&'a Weights, usize) {
@@ -774,8 +779,7 @@ impl<K: Kernel> BankInner<K> {
         let [gate_layout, up_layout, down_layout] = self.layouts;
 
         let Buffers { x: [x0, x1], h, y, lists } = &mut buffers;
-        let Lists { used, row_tokens, chunks, parts, before_down, next, tasks, columns, marks, y_marks, y_lengths } =
-            lists;
+        let Lists { used, row_tokens, chunks, parts, before_down, next, tasks, columns, marks, y_marks } = lists;
         used.clear();
         used.resize(tokens, false);
         work.rows.iter().for_each(|r| used[r.token as usize] = true);
@@ -827,13 +831,17 @@ impl<K: Kernel> BankInner<K> {
         let call = CALLS.fetch_add(1, Ordering::Relaxed) + 1;
         parts.iter_mut().for_each(Vec::clear);
         parts.resize_with(self.nodes.len(), Vec::new);
-        y_lengths.clear();
+        let mut made = Made::default();
         before_down.clear();
         for (node, parts) in parts.iter_mut().enumerate() {
-            before_down.push(self.list_parts(node, (chunks, whole, few), parts, y_lengths));
+            before_down.push(self.list_parts(node, (chunks, whole, few), parts, &mut made));
         }
-        let y = y.floats(y_lengths.iter().sum());
-        let y_pieces = Pieces::within(std::mem::take(y_marks), y, y_lengths.iter().copied());
+        let y = y.floats(made.products);
+        let lengths = parts.iter().flatten().filter_map(|part| match &part.job {
+            Job::Down(downs) => Some(chunks[part.chunk].rows.len() * downs.outputs.len()),
+            Job::GateUp(_) => None,
+        });
+        let y_pieces = Pieces::within(std::mem::take(y_marks), y, lengths);
         let (parts, chunks, row_tokens) = (&*parts, &*chunks, &*row_tokens);
         let h_pieces = |chunk: usize, of: Range<usize>| {
             let first = (chunk - whole) * blocks;
@@ -913,21 +921,19 @@ impl<K: Kernel> BankInner<K> {
     }
 
     /// Lists a node's tasks of run 2: whole experts, gate and up of the others, then down of these if tokens are `few`; says how many come before
-    /// down. `y_lengths` becomes the numbers of down products.
+    /// down. Pieces of down products follow those that were `made`.
     fn list_parts(
         &self,
         node: usize,
         (chunks, whole, few): (&[Chunk], usize, bool),
         parts: &mut Vec<Part>,
-        y_lengths: &mut Vec<usize>,
+        made: &mut Made,
     ) -> usize {
         let threads = self.nodes[node];
-        let mut at: usize = y_lengths.iter().sum();
         let mut downs = |chunk: usize, whole: bool, outputs: Range<usize>| {
-            let (piece, len) = (y_lengths.len(), chunks[chunk].rows.len() * outputs.len());
-            y_lengths.push(len);
-            at += len;
-            Part { chunk, job: Job::Down(Downs { whole, outputs, piece, at: at - len }) }
+            let Made { pieces: piece, products: at } = *made;
+            *made = Made { pieces: piece + 1, products: at + chunks[chunk].rows.len() * outputs.len() };
+            Part { chunk, job: Job::Down(Downs { whole, outputs, piece, at }) }
         };
         parts.extend((0..whole).map(|chunk| downs(chunk, true, 0..self.layer.hidden)));
         let cuts = |chunk: usize| &self.experts[chunks[chunk].expert].cuts;
@@ -1031,8 +1037,7 @@ impl<K: Kernel> BankInner<K> {
         h.get(down_layout.bytes(rows, intermediate));
         let few = FEW_TOKENS.min(tokens);
         y.floats(few * top_k * hidden);
-        let Lists { used, row_tokens, chunks, parts, before_down, next, tasks, columns, marks, y_marks, y_lengths } =
-            lists;
+        let Lists { used, row_tokens, chunks, parts, before_down, next, tasks, columns, marks, y_marks } = lists;
         let most_chunks = self.experts.len().min(rows) + rows / ROWS;
         let blocks = most_chunks * intermediate.div_ceil(BLOCK);
         // Every node may have a panel more of each.
@@ -1050,7 +1055,6 @@ impl<K: Kernel> BankInner<K> {
         room(before_down, self.nodes.len());
         room(next, self.nodes.len());
         room(tasks, self.nodes.len());
-        room(y_lengths, most_downs);
         let mut widest = |tokens: usize| {
             columns.set(&expert.cuts.hidden, &self.nodes, 1, (K::PANEL, width(tokens)));
             (columns.widest(), columns.ends.len())

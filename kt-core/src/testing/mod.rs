@@ -14,6 +14,7 @@ mod allocations;
 mod device;
 mod naive;
 mod packed;
+mod products;
 
 use std::sync::Arc;
 
@@ -38,6 +39,7 @@ pub use allocations::{Counting, prepared_calls_allocate_nothing};
 pub use device::{Fault, TestDevice};
 pub use naive::Naive;
 pub use packed::{Rows, packs_as_known, product, weights};
+pub use products::Products;
 
 /// Deterministic random numbers (splitmix64): for test data, not for statistics.
 #[derive(Debug, Clone)]
