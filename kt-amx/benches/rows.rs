@@ -52,9 +52,12 @@ mod x86 {
             let line = |what: &str, speeds: [f64; ROWS.len()]| {
                 println!("{name:14}{what:9}{}", speeds.map(|v| format!("{v:7.0}")).concat());
             };
-            let at = |rows| amx.with_crossover(Crossover::all(rows));
-            line("tiles", speeds(at(1), format));
-            line("vectors", speeds(at(usize::MAX), format));
+            let few = |bf16| amx.with_crossover(Crossover { many: usize::MAX, bf16 });
+            if let Some((_, many)) = amx.for_many() {
+                line("many", speeds(many, format));
+            }
+            line("tiles", speeds(few(1), format));
+            line("vectors", speeds(few(usize::MAX), format));
             if vectors.accepts(format, SHAPE.0, SHAPE.1).is_ok() {
                 line("avx512", speeds(vectors, format));
             }

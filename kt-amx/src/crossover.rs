@@ -4,37 +4,30 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-use kt_core::cpu::input::{InputLayout, Inputs};
+use kt_core::cpu::input::Inputs;
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
 use kt_core::cpu::memory::AlignedBytes;
 use kt_core::{Error, Format, Group, Unsupported};
 
 use crate::Amx;
 
-/// From how many rows of an expert on its products run on tiles: a matter of speed, no bit depends on it.
+/// From how many rows of an expert on its products run on tiles.
 ///
-/// Written and read as `int8=12 groups=never bf16=5`, so that what [`Amx::measure`] found may be kept.
+/// Written and read as `many=32 bf16=5`, so that what [`Amx::measure`] found may be kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Crossover {
-    /// For int8 products whose inputs have a scale for 128 columns: INT8 per channel.
-    pub int8: usize,
-    /// For all other int8 products: after a few columns their sums leave the tiles to be scaled. `usize::MAX`: never.
-    pub groups: usize,
-    /// For bf16 products; these are on tiles from 9 rows on in any case.
+    /// For weights of integers, and those of FP8 with scales of blocks or groups: from so many rows on, on average over the experts of a layer, a call
+    /// multiplies them as BF16 numbers with BF16 inputs. `usize::MAX`: never. What a token gives then differs between calls of
+    /// few and of many tokens, within the bounds of both.
+    pub many: usize,
+    /// For BF16 inputs in all other calls; these are on tiles from 9 rows on in any case. A matter of speed: no bit depends on it.
     pub bf16: usize,
-}
-
-impl Crossover {
-    /// Tiles for all products of so many rows and more.
-    pub const fn all(rows: usize) -> Self {
-        Crossover { int8: rows, groups: rows, bf16: rows }
-    }
 }
 
 /// As measured on Emerald Rapids; see `PERFORMANCE.md`.
 impl Default for Crossover {
     fn default() -> Self {
-        Crossover { int8: 12, groups: NEVER, bf16: 5 }
+        Crossover { many: 32, bf16: 5 }
     }
 }
 
@@ -44,7 +37,7 @@ const NEVER: usize = usize::MAX;
 impl fmt::Display for Crossover {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = |rows| if rows == NEVER { "never".into() } else { format!("{rows}") };
-        write!(f, "int8={} groups={} bf16={}", text(self.int8), text(self.groups), text(self.bf16))
+        write!(f, "many={} bf16={}", text(self.many), text(self.bf16))
     }
 }
 
@@ -54,14 +47,14 @@ impl FromStr for Crossover {
     fn from_str(s: &str) -> Result<Self, Self::Err> {
         let wrong = || {
             let as_in = Self::default();
-            Unsupported::new(format!("AMX crossover `{s}`: write three numbers of rows or `never`, as in `{as_in}`"))
+            Unsupported::new(format!("AMX crossover `{s}`: write two numbers of rows or `never`, as in `{as_in}`"))
         };
         let mut parts = s.split_whitespace();
         let mut number = |name: &str| {
             let value = parts.next().and_then(|p| p.strip_prefix(name)).and_then(|p| p.strip_prefix('='));
             value.and_then(|v| if v == "never" { Some(NEVER) } else { v.parse().ok() }).ok_or_else(wrong)
         };
-        let of = Crossover { int8: number("int8")?, groups: number("groups")?, bf16: number("bf16")? };
+        let of = Crossover { many: number("many")?, bf16: number("bf16")? };
         if parts.next().is_some() { Err(wrong()) } else { Ok(of) }
     }
 }
@@ -70,8 +63,8 @@ impl FromStr for Crossover {
 const ROWS: [usize; 12] = [1, 2, 4, 6, 8, 9, 12, 16, 24, 32, 48, 64];
 
 impl Amx {
-    /// Measures on one thread, with 16 to 32 MiB of weights, where tiles begin to be faster than what they replace: INT8 per channel, INT4 in groups of
-    /// 32 for all with groups, and FP8 for bf16 products. Takes about a second.
+    /// Measures on one thread, with 16 to 32 MiB of weights, where tiles begin to be faster than what they replace: INT4 in groups of 32 for all that
+    /// are BF16 numbers for many rows, and FP8 per channel for BF16 inputs. Takes about a second.
     ///
     /// # Errors
     /// There is no memory for the weights.
@@ -81,8 +74,7 @@ impl Amx {
 
     /// As [`Amx::measure`], with matrices of this shape.
     pub(crate) fn measure_on(self, outputs: usize, cols: usize) -> Result<Crossover, Error> {
-        let (tiles, vectors) = (self.with_crossover(Crossover::all(1)), self.with_crossover(Crossover::all(NEVER)));
-        let of = |format| -> Result<Option<usize>, Error> {
+        let of = |format, [tiles, vectors]: [Amx; 2], most: usize| -> Result<Option<usize>, Error> {
             let bytes = self.packed_bytes(format, outputs, cols).unwrap_or(0);
             let mut packed = kt_core::cpu::memory::zeroed_pages(bytes, Default::default())?;
             // Pages that were never written may all be the same one.
@@ -91,20 +83,17 @@ impl Amx {
                 .make_read_only()
                 .map_err(|source| Error::Io { path: "(weights to measure with)".into(), source })?;
             let weights = Weights::packed(format, outputs, cols, bytes::Bytes::from_owner(packed).slice(..bytes));
-            let (layout, _) = self.accepts(format, outputs, cols).map_err(Error::Unsupported)?;
-            // More rows of these are on tiles whatever the crossover is.
-            let most = if layout == InputLayout::Bf16 { STREAMED } else { usize::MAX };
             Ok(first_of_a_run(ROWS.into_iter().filter(|&rows| rows <= most), |rows| {
-                let time = |kernel| time(kernel, &weights, layout, rows);
+                let time = |kernel| time(kernel, &weights, rows);
                 // The better of two, in turns.
                 let [a, b, c, d] = [time(tiles), time(vectors), time(tiles), time(vectors)];
                 a.min(c) < b.min(d)
             }))
         };
+        let streams = |rows| self.with_crossover(Crossover { many: NEVER, bf16: rows });
         Ok(Crossover {
-            int8: of(Format::Int8(Group::Row))?.unwrap_or(NEVER),
-            groups: of(Format::Int4(Group::Of(32)))?.unwrap_or(NEVER),
-            bf16: of(Format::Fp8Block)?.unwrap_or(STREAMED + 1),
+            many: of(Format::Int4(Group::Of(32)), [self.with_many(), streams(1)], usize::MAX)?.unwrap_or(NEVER),
+            bf16: of(Format::Fp8Channel, [streams(1), streams(NEVER)], STREAMED)?.unwrap_or(STREAMED + 1),
         })
     }
 }
@@ -122,9 +111,10 @@ fn first_of_a_run(numbers: impl IntoIterator<Item = usize>, better: impl Fn(usiz
 }
 
 /// The time of a product of all weights with so many rows.
-fn time(kernel: Amx, weights: &Weights, layout: InputLayout, rows: usize) -> Duration {
+fn time(kernel: Amx, weights: &Weights, rows: usize) -> Duration {
     const WIDTH: usize = 128;
     let (outputs, cols) = (weights.rows(), weights.cols());
+    let (layout, _) = kernel.accepts(weights.format(), outputs, cols).expect("a format of this kernel");
     let mut memory = AlignedBytes::default();
     let x = memory.get(layout.bytes(rows, cols));
     x.fill(0);
@@ -146,19 +136,19 @@ mod tests {
 
     #[test]
     fn a_crossover_is_read_as_it_is_written() {
-        for of in [Crossover { int8: 16, groups: 40, bf16: 1 }, Crossover::default(), Crossover::all(NEVER)] {
+        for of in [Crossover { many: 40, bf16: 1 }, Crossover::default(), Crossover { many: NEVER, bf16: NEVER }] {
             assert_eq!(of.to_string().parse::<Crossover>().unwrap(), of);
         }
         let default = Crossover::default().to_string();
-        assert_eq!(default, "int8=12 groups=never bf16=5");
+        assert_eq!(default, "many=32 bf16=5");
         for wrong in [
             "",
-            "int8=1",
-            "int8=1 bf16=1",
-            "int8=x groups=1 bf16=1",
-            "bf16=1 groups=1 int8=1",
-            "int8=1 groups=1 bf16=1 more=1",
-            "int8=-1 groups=1 bf16=1",
+            "many=1",
+            "many=x bf16=1",
+            "bf16=1 many=1",
+            "many=1 bf16=1 more=1",
+            "many=-1 bf16=1",
+            "int8=12 groups=never bf16=5",
         ] {
             let why = wrong.parse::<Crossover>().unwrap_err();
             assert!(why.0.contains(&format!("`{wrong}`")) && why.0.contains(&default), "{why}");

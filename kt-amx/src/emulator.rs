@@ -8,10 +8,10 @@
 use std::cell::UnsafeCell;
 use std::sync::Once;
 
-use kt_avx512::engine::{PANEL, SUMS_BYTES, TILE_BYTES, TILE_PANELS, TILE_ROWS, TileProduct};
+use kt_avx512::engine::{BLOCK_STEPS, LINE, PANEL, SUMS_BYTES, TILE_PANELS, TileProduct};
 use libc::{REG_RIP, c_int, c_void, siginfo_t, ucontext_t};
 
-use crate::model::{Dot, Tiles};
+use crate::model::Tiles;
 
 /// What a thread has: tiles, and what its product may touch.
 struct State {
@@ -30,39 +30,55 @@ struct Touched {
     rows: usize,
     row_stride: usize,
     block_stride: usize,
-    row_bytes: usize,
     blocks: usize,
     lines: usize,
     panel_stride: usize,
-    line_bytes: usize,
     line_skip: usize,
+    from: usize,
+    from_stride: usize,
     sums: usize,
+    sums_stride: usize,
     spans: usize,
 }
+
+/// Bytes of a block of a row, and of its lines in a panel.
+const ROW_BYTES: usize = BLOCK_STEPS * LINE;
+/// See [`ROW_BYTES`].
+const LINE_BYTES: usize = ROW_BYTES * PANEL;
 
 impl Touched {
     fn of(p: &TileProduct) -> Self {
         Touched {
             inputs: p.inputs.addr(),
-            rows: p.rows,
+            rows: p.rows * p.row_tiles,
             row_stride: p.row_stride,
             block_stride: p.block_stride,
-            row_bytes: p.steps * p.step_bytes,
             blocks: p.blocks,
             lines: p.lines.addr(),
             panel_stride: p.panel_stride,
-            line_bytes: p.steps * p.step_bytes * PANEL,
             line_skip: p.line_skip,
+            from: p.from.addr(),
+            from_stride: p.from_stride,
             sums: p.sums.addr(),
-            spans: p.blocks * p.steps / p.sum_steps,
+            sums_stride: p.sums_stride,
+            spans: p.blocks * BLOCK_STEPS / p.sum_steps,
         }
     }
 
     /// Whether `at .. at + bytes` is within the sums of a row that is there.
     fn sum(&self, at: usize, bytes: usize) -> bool {
-        let Some(offset) = at.checked_sub(self.sums) else { return false };
-        let (span, tile, row) = (offset / SUMS_BYTES, offset % SUMS_BYTES / TILE_BYTES, offset % TILE_BYTES / 64);
-        span < self.spans && tile / TILE_PANELS * TILE_ROWS + row < self.rows && offset % 64 + bytes <= 64
+        (0..self.spans).any(|span| self.rows_of(self.sums + span * SUMS_BYTES, self.sums_stride, at, bytes))
+    }
+
+    /// Whether it is within what they begin with.
+    fn beginning(&self, at: usize, bytes: usize) -> bool {
+        self.from > 0 && self.rows_of(self.from, self.from_stride, at, bytes)
+    }
+
+    /// Whether it is within the numbers of both panels of a row that is there.
+    fn rows_of(&self, start: usize, stride: usize, at: usize, bytes: usize) -> bool {
+        let within = |start: usize| at >= start && at + bytes <= start + TILE_PANELS * LINE;
+        (0..self.rows).any(|r| within(start + r * stride))
     }
 
     /// Whether it is within a block of an input row, or the lines of a panel.
@@ -72,10 +88,10 @@ impl Touched {
             let block = self.inputs + b * self.block_stride;
             at >= block
                 && (at - block) / self.row_stride < self.rows
-                && within(block + (at - block) / self.row_stride * self.row_stride, self.row_bytes)
+                && within(block + (at - block) / self.row_stride * self.row_stride, ROW_BYTES)
         });
-        let lines = |p: usize, b: usize| self.lines + p * self.panel_stride + b * (self.line_bytes + self.line_skip);
-        let line = |p: usize| (0..self.blocks).any(|b| within(lines(p, b), self.line_bytes));
+        let lines = |p: usize, b: usize| self.lines + p * self.panel_stride + b * (LINE_BYTES + self.line_skip);
+        let line = |p: usize| (0..self.blocks).any(|b| within(lines(p, b), LINE_BYTES));
         row || (0..TILE_PANELS).any(line)
     }
 }
@@ -237,7 +253,11 @@ fn step(state: &mut State, registers: &[i64; 23], code: &[u8]) -> Result<usize, 
                 }
                 let at = at.wrapping_add(r.wrapping_mul(stride));
                 if let Some(bounds) = &state.bounds
-                    && !(bounds.sum(at, bytes) || !write && bounds.operand(at, bytes))
+                    && !(if write {
+                        bounds.sum(at, bytes)
+                    } else {
+                        bounds.beginning(at, bytes) || bounds.operand(at, bytes)
+                    })
                 {
                     return Err("a row out of bounds");
                 }
@@ -252,16 +272,7 @@ fn step(state: &mut State, registers: &[i64; 23], code: &[u8]) -> Result<usize, 
             }
             return Ok(len);
         }
-        (0x5e, _, 3) | (0x5c, 2, 3) => {
-            let dot = match (opcode, pp) {
-                (0x5c, _) => Dot::Bf16,
-                (_, 3) => Dot::Bytes(true, true),
-                (_, 2) => Dot::Bytes(true, false),
-                (_, 1) => Dot::Bytes(false, true),
-                _ => Dot::Bytes(false, false),
-            };
-            tiles.multiply(dot, reg as usize & 7, rm as usize, vvvv as usize)?;
-        }
+        (0x5c, 2, 3) => tiles.multiply(reg as usize & 7, rm as usize, vvvv as usize)?,
         _ => return Err("a tile instruction that kernels do not use"),
     }
     Ok(5)
@@ -274,36 +285,38 @@ mod tests {
 
     #[test]
     fn rows_beside_those_of_a_product_are_out_of_bounds() {
-        // 17 rows of two blocks of 128 bytes with 32 more, panels with 64 bytes between their blocks, a sum per block.
+        // 17 rows of two blocks with 64 bytes more, panels with 64 bytes between their blocks, a sum per block.
         let p = TileProduct {
-            bf16: false,
             rows: 17,
-            step_bytes: 64,
+            row_tiles: 1,
             blocks: 2,
-            steps: 2,
-            sum_steps: 2,
+            sum_steps: BLOCK_STEPS,
             inputs: 0x10000 as *const u8,
-            row_stride: 160,
+            row_stride: 320,
             block_stride: 0x4000,
             lines: 0x20000 as *const u8,
             line_skip: 64,
             panel_stride: 0x8000,
+            from: 0x40000 as *const u8,
+            from_stride: 256,
             sums: 0x30000 as *mut u8,
-            from_sums: false,
+            sums_stride: 128,
+            asked: std::ptr::null(),
+            asked_lines: 0,
         };
         let of = Touched::of(&p);
         for (at, bytes, within) in [
             (0x10000, 64, true),
-            (0x10000 + 16 * 160 + 64, 64, true),
-            (0x14000 + 160, 64, true),
-            (0x10000 + 17 * 160, 64, false), // an absent row
-            (0x10000 + 65, 64, false),       // beyond the codes
+            (0x10000 + 16 * 320 + 192, 64, true),
+            (0x14000 + 320, 64, true),
+            (0x10000 + 17 * 320, 64, false), // an absent row
+            (0x10000 + 193, 64, false),      // beyond the numbers
             (0x18000, 64, false),            // an absent block
-            (0x20000 + 2048 - 64, 64, true),
-            (0x20000 + 2048, 64, false), // between blocks
-            (0x20000 + 2048 + 64, 64, true),
-            (0x20000 + 4096, 64, true),
-            (0x20000 + 4096 + 64, 64, false),
+            (0x20000 + 4096 - 64, 64, true),
+            (0x20000 + 4096, 64, false), // between blocks
+            (0x20000 + 4096 + 64, 64, true),
+            (0x20000 + 8192, 64, true),
+            (0x20000 + 8192 + 64, 64, false),
             (0x28000, 64, true),  // panel 1
             (0x30000, 64, false), // sums are no operands
         ] {
@@ -311,39 +324,22 @@ mod tests {
         }
         for (at, bytes, within) in [
             (0x30000, 64, true),
-            (0x30000 + 15 * 64, 64, true),
-            (0x30000 + 1024, 64, true),  // panel 1
-            (0x30000 + 2048, 64, true),  // row 16
-            (0x30000 + 2112, 64, false), // row 17
+            (0x30000 + 16 * 128, 64, true),
+            (0x30000 + 64, 64, true), // panel 1
+            (0x30000 + 128 - 32, 64, false),
+            (0x30000 + 17 * 128, 64, false), // row 17
             (0x31000, 64, true),
             (0x32000, 64, false),
             (0x2ffff, 64, false),
-            (0x30001, 64, false),
+            (0x40000, 64, false), // not to be written
         ] {
             assert_eq!(of.sum(at, bytes), within, "{at:#x}");
         }
-    }
-
-    /// Loads three tiles, multiplies, writes, with the named instruction.
-    macro_rules! dot {
-        ($name:literal, $config:expr, $a:expr, $b:expr, $c:expr) => {{
-            let (config, a, b, c): (&[u8; 64], &[u8], &[u8], &mut [u8]) = ($config, $a, $b, $c);
-            // SAFETY: operands as large as the configuration says.
-            unsafe {
-                asm!(
-                    "ldtilecfg [{config}]",
-                    "tileloadd tmm0, [{c} + {stride}]",
-                    "tileloaddt1 tmm1, [{a} + {stride}]",
-                    "tileloadd tmm2, [{b} + {stride} * 1 + 64]",
-                    concat!($name, " tmm0, tmm1, tmm2"),
-                    "tilestored [{c} + {stride}], tmm0",
-                    "tilerelease",
-                    config = in(reg) config, a = in(reg) a.as_ptr(), b = in(reg) b.as_ptr(), c = in(reg) c.as_mut_ptr(),
-                    stride = in(reg) 64usize,
-                    out("tmm0") _, out("tmm1") _, out("tmm2") _, options(nostack)
-                );
-            }
-        }};
+        for (at, bytes, within) in
+            [(0x40000, 64, true), (0x40000 + 16 * 256 + 64, 64, true), (0x40000 + 128, 64, false), (0x30000, 64, false)]
+        {
+            assert_eq!(of.beginning(at, bytes), within, "{at:#x}");
+        }
     }
 
     #[test]
@@ -362,29 +358,39 @@ mod tests {
             config[16 + 2 * tile] = bytes;
             config[48 + tile] = rows;
         }
-        let a: Vec<u8> = (0..256).map(|i| (i * 37 % 256) as u8).collect();
-        let b: Vec<u8> = (0..256).map(|i| (i * 101 % 251) as u8).collect();
-        for (name, x_signed, w_signed) in
-            [("ss", true, true), ("su", true, false), ("us", false, true), ("uu", false, false)]
-        {
-            let mut c = vec![7u8; 4 * 64];
-            match name {
-                "ss" => dot!("tdpbssd", &config, &a, &b, &mut c),
-                "su" => dot!("tdpbsud", &config, &a, &b, &mut c),
-                "us" => dot!("tdpbusd", &config, &a, &b, &mut c),
-                _ => dot!("tdpbuud", &config, &a, &b, &mut c),
-            }
-            let value = |v: u8, signed: bool| if signed { v as i8 as i32 } else { v as i32 };
-            for r in 0..4 {
-                for n in 0..16 {
-                    let got = i32::from_le_bytes(c[r * 64 + n * 4..][..4].try_into().unwrap());
-                    let mut want = 0x0707_0707;
-                    for k in 0..if r < 3 { 8 } else { 0 } {
-                        let (x, w) = (a[r * 64 + k], b[64 + k / 4 * 64 + n * 4 + k % 4]);
-                        want += value(x, x_signed) * value(w, w_signed);
-                    }
-                    assert_eq!(got, want, "tdpb{name}d: row {r}, output {n}");
+        // Small integers as BF16.
+        let numbers = |times: usize| -> Vec<u8> {
+            (0..128)
+                .map(|i| (((i * times % 37) as f32 - 18.0).to_bits() >> 16) as u16)
+                .flat_map(u16::to_le_bytes)
+                .collect()
+        };
+        let (a, b) = (numbers(5), numbers(11));
+        let mut c = 2f32.to_le_bytes().repeat(4 * 16);
+        // SAFETY: operands as large as the configuration says.
+        unsafe {
+            asm!(
+                "ldtilecfg [{config}]",
+                "tileloadd tmm0, [{c} + {stride}]",
+                "tileloaddt1 tmm1, [{a} + {stride}]",
+                "tileloadd tmm2, [{b} + {stride} * 1 + 64]",
+                "tdpbf16ps tmm0, tmm1, tmm2",
+                "tilestored [{c} + {stride}], tmm0",
+                "tilerelease",
+                config = in(reg) &config, a = in(reg) a.as_ptr(), b = in(reg) b.as_ptr(), c = in(reg) c.as_mut_ptr(),
+                stride = in(reg) 64usize,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, options(nostack)
+            );
+        }
+        let at = |v: &[u8], k: usize| f32::from_bits(u32::from(u16::from_le_bytes([v[2 * k], v[2 * k + 1]])) << 16);
+        for r in 0..4 {
+            for n in 0..16 {
+                let got = f32::from_le_bytes(c[r * 64 + n * 4..][..4].try_into().unwrap());
+                let mut want = 2.0;
+                for k in 0..if r < 3 { 4 } else { 0 } {
+                    want += at(&a, r * 32 + k) * at(&b, (1 + k / 2) * 32 + 2 * n + k % 2);
                 }
+                assert_eq!(got, want, "row {r}, output {n}");
             }
         }
     }

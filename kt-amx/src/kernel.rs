@@ -6,7 +6,7 @@ use kt_avx512::Avx;
 use kt_avx512::engine::{Ports, Product};
 use kt_core::activation::Activation;
 use kt_core::cpu::CpuBackend;
-use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
+use kt_core::cpu::input::{InputLayout, Inputs};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
 use kt_core::cpu::tier::Tier;
 use kt_core::format::ggml;
@@ -24,6 +24,8 @@ pub struct Amx {
     avx: Avx,
     llamafile: Llamafile,
     crossover: Crossover,
+    /// Whether it is the one for many rows.
+    many: bool,
 }
 
 impl Amx {
@@ -47,10 +49,10 @@ impl Amx {
             )));
         }
         let llamafile = Llamafile::detect(Tier::Avx512Bf16)?;
-        Ok(Amx { unit, avx, llamafile, crossover: Crossover::default() })
+        Ok(Amx { unit, avx, llamafile, crossover: Crossover::default(), many: false })
     }
 
-    /// The same with another crossover: no bit of any number depends on it.
+    /// The same with another crossover.
     pub fn with_crossover(self, crossover: Crossover) -> Self {
         Amx { crossover, ..self }
     }
@@ -60,12 +62,18 @@ impl Amx {
         self.crossover
     }
 
-    /// That of int8 products with such inputs.
-    fn crossover_of(self, layout: InputLayout) -> usize {
-        match layout {
-            InputLayout::Int8 { group: BLOCK, .. } => self.crossover.int8,
-            _ => self.crossover.groups,
-        }
+    /// The kernel for many rows.
+    pub(crate) fn with_many(self) -> Self {
+        Amx { many: true, ..self }
+    }
+
+    /// The inputs of a format in calls of few rows.
+    fn inputs_of_few(self, format: Format, rows: usize, cols: usize) -> Result<InputLayout, Unsupported> {
+        let accepted = match Self::is_gguf(format) {
+            true => self.llamafile.accepts(format, rows, cols),
+            false => self.avx.accepts(format, rows, cols),
+        };
+        accepted.map(|(layout, _)| layout)
     }
 
     /// The backend `amx` with this kernel.
@@ -88,21 +96,19 @@ impl Kernel for Amx {
     }
 
     fn accepts(self, format: Format, rows: usize, cols: usize) -> Result<(InputLayout, &'static str), Unsupported> {
-        let (layout, _) = if Self::is_gguf(format) {
-            self.llamafile.accepts(format, rows, cols)?
-        } else {
-            self.avx.accepts(format, rows, cols)?
-        };
+        let layout = self.inputs_of_few(format, rows, cols)?;
         match layout {
             InputLayout::Int8 { .. } if self.llamafile.uses_in_place(format) => {
-                Ok((layout, "VNNI, which is faster here than AMX tiles; blocks in place, decoded for each product"))
+                Ok((layout, "VNNI; blocks in place, decoded for each product"))
             }
-            InputLayout::Int8 { .. } if self.crossover_of(layout) == usize::MAX => {
-                Ok((layout, "VNNI, which is faster here than AMX tiles; packed by 16 outputs"))
+            InputLayout::Int8 { .. } if self.many => {
+                Ok((InputLayout::Bf16, "AMX tiles of bf16, unpacked with their scales; packed by 16 outputs"))
             }
-            InputLayout::Int8 { .. } => {
-                Ok((layout, "AMX tiles of int8 for many rows, VNNI for few; packed by 16 outputs"))
-            }
+            InputLayout::Int8 { .. } if self.crossover.many == usize::MAX => Ok((layout, "VNNI; packed by 16 outputs")),
+            InputLayout::Int8 { .. } => Ok((
+                layout,
+                "VNNI, and in calls of many rows AMX tiles of bf16, unpacked with their scales; packed by 16 outputs",
+            )),
             InputLayout::Bf16 => Ok((
                 layout,
                 "AMX tiles of bf16 for most rows, F32 products in the same order for few; packed by 16 outputs",
@@ -123,6 +129,14 @@ impl Kernel for Amx {
 
     fn in_place(self) -> Self {
         Amx { llamafile: self.llamafile.in_place(), ..self }
+    }
+
+    fn for_many(self) -> Option<(usize, Self)> {
+        (self.crossover.many < usize::MAX).then(|| (self.crossover.many, self.with_many()))
+    }
+
+    fn invariant(self) -> Self {
+        Amx { crossover: Crossover { many: usize::MAX, ..self.crossover }, ..self }
     }
 
     fn layout_version(self) -> u32 {
@@ -164,26 +178,29 @@ impl Kernel for Amx {
         let outputs = Outputs { next, ..outputs };
         let n = rows.len();
         if inputs.layout() == InputLayout::Bf16 {
+            let format = outputs.of.format();
+            let zero = match self.inputs_of_few(format, outputs.of.rows(), outputs.of.cols()) {
+                Ok(InputLayout::Int8 { sums, .. }) => sums.zero_point(),
+                _ => 0,
+            };
             // Streams here too, since kt-avx512 on its own adds in another order.
-            let stream_rows = if n < self.crossover.bf16 { n } else { 0 };
-            let numbers = &mut *out;
-            self.avx.run_with_tiles(self.unit, stream_rows, Product { outputs, inputs, rows, out: numbers, scratch });
+            let stream_rows = match format {
+                Format::Bf16 | Format::Fp8Channel => Some(if n < self.crossover.bf16 { n } else { 0 }),
+                _ if self.many => None,
+                _ => Some(if n < self.crossover.bf16 { n } else { 0 }),
+            };
+            let product = Product { outputs, inputs, rows, out: &mut *out, scratch, zero };
+            if gguf {
+                self.avx.run_with_tiles(self.unit, stream_rows, OfBlocks(product));
+            } else {
+                self.avx.run_with_tiles(self.unit, stream_rows, product);
+            }
             // What underflows is a zero, whose sign depends on the instruction: from here on all zeros are positive.
             out.iter_mut().for_each(|v| *v += 0.0);
-        } else if n < self.crossover_of(inputs.layout()) || outputs.of.matrix().is_some() {
-            // Blocks in place have groups, which are faster without tiles.
-            if gguf {
-                self.llamafile.product(outputs, inputs, rows, out, scratch);
-            } else {
-                self.avx.product(outputs, inputs, rows, out, scratch);
-            }
+        } else if gguf {
+            self.llamafile.product(outputs, inputs, rows, out, scratch);
         } else {
-            let product = Product { outputs, inputs, rows, out, scratch };
-            if gguf {
-                self.avx.run_with_tiles(self.unit, 0, OfBlocks(product));
-            } else {
-                self.avx.run_with_tiles(self.unit, 0, product);
-            }
+            self.avx.product(outputs, inputs, rows, out, scratch);
         }
     }
 }

@@ -5,15 +5,6 @@
 /// Rows and bytes of a row.
 pub type Shape = (usize, usize);
 
-/// A product of two tiles.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Dot {
-    /// Bytes, the first and the second operand signed or not.
-    Bytes(bool, bool),
-    /// BF16 numbers.
-    Bf16,
-}
-
 /// A tile: 16 rows of 64 bytes, of which its shape says how many count.
 pub type Data = [[u8; 64]; 16];
 
@@ -72,8 +63,8 @@ impl Tiles {
         Ok(())
     }
 
-    /// `tdp…`: adds to tile `c` the products of tile `a` with tile `b`.
-    pub fn multiply(&mut self, dot: Dot, c: usize, a: usize, b: usize) -> Result<(), &'static str> {
+    /// `tdpbf16ps`: adds to tile `c` the products of tile `a` with tile `b`.
+    pub fn multiply(&mut self, c: usize, a: usize, b: usize) -> Result<(), &'static str> {
         let [of_c, of_a, of_b] = [self.shape(c)?, self.shape(a)?, self.shape(b)?];
         if c == a || c == b || a == b {
             return Err("a tile twice");
@@ -83,7 +74,7 @@ impl Tiles {
         }
         let [to, x, w] = self.data.get_disjoint_mut([c, a, b]).expect("three tiles");
         // SAFETY: this is called where AVX-512 has been detected: it comes with AMX, and the tests that emulate ask for it.
-        unsafe { multiply(dot, to, x, w, of_c.0, of_b.0) };
+        unsafe { multiply(to, x, w, of_c.0, of_b.0) };
         // What is beyond the shape is zero in a register.
         for (r, row) in to.iter_mut().enumerate() {
             row[if r < of_c.0 { of_c.1 } else { 0 }..].fill(0);
@@ -100,45 +91,26 @@ fn flushed(v: f32) -> f32 {
 
 /// `rows` rows of sums, `steps` dwords of each.
 #[target_feature(enable = "avx512f,fma")]
-fn multiply(dot: Dot, to: &mut Data, x: &Data, w: &Data, rows: usize, steps: usize) {
+fn multiply(to: &mut Data, x: &Data, w: &Data, rows: usize, steps: usize) {
+    // The first and the second of each two are summed apart, from zero.
+    let pair = |v: &[u8; 4]| {
+        let v = u32::from_le_bytes(*v);
+        [flushed(f32::from_bits(v << 16)), flushed(f32::from_bits(v & 0xffff_0000))]
+    };
     for (to, x) in to.iter_mut().zip(x).take(rows) {
-        match dot {
-            Dot::Bytes(x_signed, w_signed) => {
-                let value = |v: u8, signed: bool| if signed { v as i8 as i32 } else { v as i32 };
-                let mut sums: [i32; 16] = std::array::from_fn(|n| i32::from_le_bytes(to.as_chunks().0[n]));
-                for (x, w) in x.as_chunks::<4>().0.iter().zip(w).take(steps) {
-                    let x = x.map(|v| value(v, x_signed));
-                    for (sum, w) in sums.iter_mut().zip(w.as_chunks::<4>().0) {
-                        for i in 0..4 {
-                            *sum = sum.wrapping_add(x[i] * value(w[i], w_signed));
-                        }
-                    }
-                }
-                for (to, sum) in to.as_chunks_mut::<4>().0.iter_mut().zip(sums) {
-                    *to = sum.to_le_bytes();
+        let mut chains = [[0f32; 16]; 2];
+        for (x, w) in x.as_chunks::<4>().0.iter().zip(w).take(steps) {
+            let x = pair(x);
+            for (n, w) in w.as_chunks::<4>().0.iter().enumerate() {
+                let w = pair(w);
+                for i in 0..2 {
+                    chains[i][n] = flushed(x[i].mul_add(w[i], chains[i][n]));
                 }
             }
-            Dot::Bf16 => {
-                // The first and the second of each two are summed apart, from zero.
-                let pair = |v: &[u8; 4]| {
-                    let v = u32::from_le_bytes(*v);
-                    [flushed(f32::from_bits(v << 16)), flushed(f32::from_bits(v & 0xffff_0000))]
-                };
-                let mut chains = [[0f32; 16]; 2];
-                for (x, w) in x.as_chunks::<4>().0.iter().zip(w).take(steps) {
-                    let x = pair(x);
-                    for (n, w) in w.as_chunks::<4>().0.iter().enumerate() {
-                        let w = pair(w);
-                        for i in 0..2 {
-                            chains[i][n] = flushed(x[i].mul_add(w[i], chains[i][n]));
-                        }
-                    }
-                }
-                for (n, to) in to.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-                    let before = flushed(f32::from_le_bytes(*to));
-                    *to = flushed(before + flushed(chains[0][n] + chains[1][n])).to_le_bytes();
-                }
-            }
+        }
+        for (n, to) in to.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            let before = flushed(f32::from_le_bytes(*to));
+            *to = flushed(before + flushed(chains[0][n] + chains[1][n])).to_le_bytes();
         }
     }
 }
@@ -166,60 +138,32 @@ mod tests {
             return;
         }
         let mut random = Random(5);
-        for dot in [
-            Dot::Bytes(true, false),
-            Dot::Bytes(false, true),
-            Dot::Bytes(true, true),
-            Dot::Bytes(false, false),
-            Dot::Bf16,
-        ] {
-            for (rows, steps) in [(16, 16), (1, 4), (7, 8), (16, 1)] {
-                let mut tiles = Tiles::new();
-                tiles.configure(&config(rows, steps)).unwrap();
-                // BF16: small integers, whose sums are exact.
-                let mut fill = |data: &mut Data| {
-                    for pair in data.as_flattened_mut().as_chunks_mut::<2>().0 {
-                        let bits = random.bits();
-                        let number = (((bits % 65) as f32 - 32.0).to_bits() >> 16) as u16;
-                        *pair = if dot == Dot::Bf16 { number } else { bits as u16 }.to_le_bytes();
+        for (rows, steps) in [(16, 16), (1, 4), (7, 8), (16, 1)] {
+            let mut tiles = Tiles::new();
+            tiles.configure(&config(rows, steps)).unwrap();
+            // Small integers, whose sums are exact.
+            let mut fill = |data: &mut Data| {
+                for pair in data.as_flattened_mut().as_chunks_mut::<2>().0 {
+                    let number = (random.bits() % 65) as f32 - 32.0;
+                    *pair = ((number.to_bits() >> 16) as u16).to_le_bytes();
+                }
+            };
+            fill(&mut tiles.data[1]);
+            fill(&mut tiles.data[2]);
+            tiles.multiply(0, 1, 2).unwrap();
+            tiles.multiply(0, 1, 2).unwrap();
+            let [to, x, w, ..] = &tiles.data;
+            let at = |v: &[u8; 64], k: usize| {
+                f32::from_bits(u32::from(u16::from_le_bytes([v[2 * k], v[2 * k + 1]])) << 16) as f64
+            };
+            for r in 0..16 {
+                for n in 0..16 {
+                    let mut want = 0f64;
+                    for k in 0..if r < rows as usize { 2 * steps as usize } else { 0 } {
+                        want += 2.0 * at(&x[r], k) * at(&w[k / 2], 2 * n + k % 2);
                     }
-                };
-                fill(&mut tiles.data[1]);
-                fill(&mut tiles.data[2]);
-                tiles.multiply(dot, 0, 1, 2).unwrap();
-                tiles.multiply(dot, 0, 1, 2).unwrap();
-                let [to, x, w, ..] = &tiles.data;
-                for r in 0..16 {
-                    for n in 0..16 {
-                        let mut want = 0f64;
-                        for k in 0..if r < rows as usize { steps as usize } else { 0 } {
-                            match dot {
-                                Dot::Bytes(x_signed, w_signed) => {
-                                    for i in 0..4 {
-                                        let (x, w) = (x[r][k * 4 + i], w[k][n * 4 + i]);
-                                        let x = if x_signed { x as i8 as f64 } else { x as f64 };
-                                        let w = if w_signed { w as i8 as f64 } else { w as f64 };
-                                        want += 2.0 * x * w;
-                                    }
-                                }
-                                Dot::Bf16 => {
-                                    for i in 0..2 {
-                                        let at = |v: &[u8; 64], k: usize| {
-                                            let bits = u16::from_le_bytes([v[k * 4 + i * 2], v[k * 4 + i * 2 + 1]]);
-                                            f32::from_bits((bits as u32) << 16) as f64
-                                        };
-                                        want += 2.0 * at(&x[r], k) * at(&w[k], n);
-                                    }
-                                }
-                            }
-                        }
-                        let bytes = to[r].as_chunks::<4>().0[n];
-                        let got = match dot {
-                            Dot::Bf16 => f32::from_le_bytes(bytes) as f64,
-                            _ => i32::from_le_bytes(bytes) as f64,
-                        };
-                        assert_eq!(got, want, "{dot:?} {rows}x{steps}: row {r}, output {n}");
-                    }
+                    let got = f32::from_le_bytes(to[r].as_chunks::<4>().0[n]) as f64;
+                    assert_eq!(got, want, "{rows}x{steps}: row {r}, output {n}");
                 }
             }
         }
@@ -228,7 +172,7 @@ mod tests {
     #[test]
     fn what_the_cpu_traps_on_is_refused() {
         let mut tiles = Tiles::new();
-        assert!(tiles.zero(0).is_err() && tiles.multiply(Dot::Bf16, 0, 1, 2).is_err(), "not configured");
+        assert!(tiles.zero(0).is_err() && tiles.multiply(0, 1, 2).is_err(), "not configured");
         for (at, value) in [(0, 2), (1, 1), (5, 1), (16, 65), (48, 17), (48, 0), (16, 0), (32, 4), (57, 1)] {
             let mut wrong = config(16, 16);
             wrong[at] = value;
@@ -237,7 +181,7 @@ mod tests {
         tiles.configure(&config(16, 8)).unwrap();
         assert!(tiles.zero(0).is_ok() && tiles.zero(3).is_err());
         // Operands exchanged, or one of them twice.
-        assert!(tiles.multiply(Dot::Bf16, 0, 2, 1).is_err() && tiles.multiply(Dot::Bf16, 0, 1, 1).is_err());
+        assert!(tiles.multiply(0, 2, 1).is_err() && tiles.multiply(0, 1, 1).is_err());
         tiles.release();
         assert!(tiles.zero(0).is_err());
     }

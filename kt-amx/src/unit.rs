@@ -6,7 +6,8 @@
 //! ```text
 //! tmm0 tmm1   sums of rows 0..16 with both panels        tmm4 tmm5   rows 0..16 and 16..32 of a step
 //! tmm2 tmm3   sums of rows 16..32                        tmm6 tmm7   lines of both panels of a step
-//! for each block, for each step: load tmm4..8, multiply four times; at the end of a span write the sums and begin anew
+//! for each block, for each step: load and multiply by turns, four times each, and ask for what comes later; at the end of a span write the sums
+//!     and begin anew
 //! ```
 //!
 //! With 16 rows or fewer, the others are left out.
@@ -16,7 +17,7 @@
 use std::arch::asm;
 use std::mem::offset_of;
 
-use kt_avx512::engine::{LINE, PANEL, SUMS_BYTES, TILE_BYTES, TILE_PANELS, TILE_ROWS, TileProduct, TileUnit};
+use kt_avx512::engine::{Asked, BLOCK_STEPS, LINE, PANEL, SUMS_BYTES, TILE_PANELS, TILE_ROWS, TileProduct, TileUnit};
 use kt_core::cpu::amx;
 use kt_core::cpu::amx::Refusal;
 
@@ -52,7 +53,7 @@ struct Config {
 const _: () = assert!(size_of::<Config>() == 64);
 
 impl Config {
-    fn new(rows: usize, step_bytes: usize) -> Self {
+    fn new(rows: usize) -> Self {
         let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
         let halves = [rows.min(TILE_ROWS), rows.saturating_sub(TILE_ROWS)];
         let mut tile = |tile: usize, rows: usize, bytes: usize| {
@@ -64,106 +65,195 @@ impl Config {
             for panel in 0..TILE_PANELS {
                 tile(half * 2 + panel, rows, LINE);
             }
-            tile(4 + half, rows, step_bytes);
+            tile(4 + half, rows, LINE);
         }
         for panel in 0..TILE_PANELS {
-            tile(6 + panel, step_bytes / 4, LINE);
+            tile(6 + panel, PANEL, LINE);
         }
         config
     }
 }
 
-/// What the assembly reads where registers would be too few.
+/// What the assembly reads, and counts down, where registers would be too few.
 #[repr(C)]
 struct Call {
     config: Config,
-    /// Bytes of a step in a row, and in the lines of a panel.
-    step_bytes: usize,
-    line_bytes: usize,
-    steps: usize,
+    row_tiles: usize,
+    /// Of the next tile of rows, and from one to the next.
+    inputs: *const u8,
+    inputs_step: usize,
+    lines: *const u8,
+    panel_stride: usize,
+    /// Where sums of the next tile of rows begin and what they begin with, and from one tile to the next.
+    from: *const u8,
+    from_stride: usize,
+    from_step: usize,
+    next_sums: *mut u8,
+    sums_step: usize,
+    /// Where the next sums go.
+    sums: *mut u8,
+    sums_stride: usize,
+    blocks: usize,
+    /// Blocks that are left.
+    blocks_left: usize,
     sum_steps: usize,
+    /// Steps until sums are due.
+    left: usize,
+    asked: *const Asked,
+    asked_lines: usize,
     /// From the end of a block of a row to the next one.
     skip: usize,
     /// From the lines of a block to those of the next one.
     line_skip: usize,
 }
 
-/// The block of assembly for some of the tiles: sums to clear, to load and to write, operands to load, and products.
+/// The block of assembly for some of the tiles: sums to clear, to load and to write, and by turns operands to load and products.
 macro_rules! tiles {
     (
-        $p:ident, $dot:literal,
-        clear: [$($clear:literal),*], begin: [$($begin:literal),*],
-        load: [$($load:literal),*], multiply: [$($operands:literal),*], write: [$($write:literal),*]
+        $p:ident,
+        clear: [$($clear:literal),*], begin: [$($begin:literal),*], step: [$($step:literal),*], write: [$($write:literal),*]
     ) => {{
-        let call = Call {
-            config: Config::new($p.rows, $p.step_bytes),
-            step_bytes: $p.step_bytes,
-            line_bytes: $p.step_bytes * PANEL,
-            steps: $p.steps,
+        let mut call = Call {
+            config: Config::new($p.rows),
+            row_tiles: $p.row_tiles,
+            inputs: $p.inputs,
+            inputs_step: $p.rows * $p.row_stride,
+            lines: $p.lines,
+            panel_stride: $p.panel_stride,
+            from: $p.from,
+            from_stride: $p.from_stride,
+            from_step: $p.rows * $p.from_stride,
+            next_sums: $p.sums,
+            sums_step: $p.rows * $p.sums_stride,
+            sums: $p.sums,
+            sums_stride: $p.sums_stride,
+            blocks: $p.blocks,
+            blocks_left: $p.blocks,
             sum_steps: $p.sum_steps,
-            skip: $p.block_stride.wrapping_sub($p.steps * $p.step_bytes),
+            left: $p.sum_steps,
+            asked: $p.asked,
+            asked_lines: $p.asked_lines,
+            skip: $p.block_stride.wrapping_sub(BLOCK_STEPS * LINE),
             line_skip: $p.line_skip,
         };
         // SAFETY: all pieces that are loaded are readable, and the sums writable, by the caller's promise; `self` proves the
-        // instructions. Pointers to absent rows are moved and not used.
+        // instructions. Pointers to absent rows are moved and not used; hints fault at no address.
         unsafe {
             asm!(
                 "ldtilecfg [{call}]",
-                "test {bytes}, {bytes}",
+                "8:",
+                "mov {a0}, qword ptr [{call} + {INPUTS}]",
+                "mov {a1}, {row}",
+                "shl {a1}, 4",
+                "add {a1}, {a0}",
+                "mov {b0}, qword ptr [{call} + {LINES}]",
+                "mov {b1}, qword ptr [{call} + {PANEL_STRIDE}]",
+                "add {b1}, {b0}",
+                "mov {half}, qword ptr [{call} + {INPUTS_STEP}]",
+                "add qword ptr [{call} + {INPUTS}], {half}",
+                "mov {half}, qword ptr [{call} + {NEXT_SUMS}]",
+                "mov qword ptr [{call} + {SUMS}], {half}",
+                "add {half}, qword ptr [{call} + {SUMS_STEP}]",
+                "mov qword ptr [{call} + {NEXT_SUMS}], {half}",
+                "mov {half}, qword ptr [{call} + {BLOCKS}]",
+                "mov qword ptr [{call} + {BLOCKS_LEFT}], {half}",
+                "mov {at}, qword ptr [{call} + {FROM}]",
+                "test {at}, {at}",
                 "jnz 2f",
                 $($clear,)*
                 "jmp 3f",
                 "2:",
+                "mov {half}, qword ptr [{call} + {FROM_STEP}]",
+                "add qword ptr [{call} + {FROM}], {half}",
+                "mov {stride}, qword ptr [{call} + {FROM_STRIDE}]",
+                "mov {half}, {stride}",
+                "shl {half}, 4",
+                "add {half}, {at}",
                 $($begin,)*
                 "3:",
-                "mov {steps}, qword ptr [{call} + {STEPS}]",
+                "mov {half}, qword ptr [{call} + {ASKED}]",
+                "mov {at}, qword ptr [{half}]",
+                "mov {stride}, qword ptr [{half} + 8]",
+                "add qword ptr [{call} + {ASKED}], 16",
+                "mov {steps}, {BLOCK_STEPS}",
                 "4:",
-                $($load,)*
-                $(concat!($dot, " ", $operands),)*
-                "mov {bytes}, qword ptr [{call} + {STEP}]",
-                "add {a0}, {bytes}",
-                "add {a1}, {bytes}",
-                "mov {bytes}, qword ptr [{call} + {LINES}]",
-                "add {b0}, {bytes}",
-                "add {b1}, {bytes}",
-                "dec {left}",
-                "jnz 5f",
+                $($step,)*
+                "mov {half}, qword ptr [{call} + {ASKED_LINES}]",
+                "test {half}, {half}",
+                "jz 6f",
+                "5:",
+                "prefetcht1 [{at}]",
+                "add {at}, {stride}",
+                "dec {half}",
+                "jnz 5b",
+                "6:",
+                "add {a0}, {LINE}",
+                "add {a1}, {LINE}",
+                "add {b0}, {STEP_LINES}",
+                "add {b1}, {STEP_LINES}",
+                "dec qword ptr [{call} + {LEFT}]",
+                "jnz 7f",
+                "mov {sums}, qword ptr [{call} + {SUMS}]",
+                "mov {sums_stride}, qword ptr [{call} + {SUMS_STRIDE}]",
+                "mov {half}, {sums_stride}",
+                "shl {half}, 4",
+                "add {half}, {sums}",
                 $($write,)*
                 $($clear,)*
-                "add {sums}, {SUMS}",
-                "mov {left}, qword ptr [{call} + {SUM_STEPS}]",
-                "5:",
+                "add qword ptr [{call} + {SUMS}], {SUMS_BYTES}",
+                "mov {half}, qword ptr [{call} + {SUM_STEPS}]",
+                "mov qword ptr [{call} + {LEFT}], {half}",
+                "7:",
                 "dec {steps}",
                 "jnz 4b",
-                "mov {bytes}, qword ptr [{call} + {SKIP}]",
-                "add {a0}, {bytes}",
-                "add {a1}, {bytes}",
-                "mov {bytes}, qword ptr [{call} + {LINE_SKIP}]",
-                "add {b0}, {bytes}",
-                "add {b1}, {bytes}",
-                "dec {blocks}",
+                "add {a0}, qword ptr [{call} + {SKIP}]",
+                "add {a1}, qword ptr [{call} + {SKIP}]",
+                "add {b0}, qword ptr [{call} + {LINE_SKIP}]",
+                "add {b1}, qword ptr [{call} + {LINE_SKIP}]",
+                "dec qword ptr [{call} + {BLOCKS_LEFT}]",
                 "jnz 3b",
+                "dec qword ptr [{call} + {ROW_TILES}]",
+                "jnz 8b",
                 "tilerelease",
-                call = in(reg) &call,
-                steps = out(reg) _,
-                // At first, whether sums are to be loaded.
-                bytes = inout(reg) usize::from($p.from_sums) => _,
-                a0 = inout(reg) $p.inputs => _,
-                a1 = inout(reg) $p.inputs.wrapping_add(TILE_ROWS * $p.row_stride) => _,
+                call = in(reg) &mut call,
+                a0 = out(reg) _,
+                a1 = out(reg) _,
                 row = in(reg) $p.row_stride,
-                b0 = inout(reg) $p.lines => _,
-                b1 = inout(reg) $p.lines.wrapping_add($p.panel_stride) => _,
+                b0 = out(reg) _,
+                b1 = out(reg) _,
                 line = in(reg) LINE,
-                sums = inout(reg) $p.sums => _,
-                left = inout(reg) $p.sum_steps => _,
-                blocks = inout(reg) $p.blocks => _,
-                STEP = const offset_of!(Call, step_bytes),
-                LINES = const offset_of!(Call, line_bytes),
-                STEPS = const offset_of!(Call, steps),
+                steps = out(reg) _,
+                // Where totals begin, then what is asked for; and how far rows, or lines, are apart.
+                at = out(reg) _,
+                stride = out(reg) _,
+                // Where the other 16 rows of sums begin, or a number to count down.
+                half = out(reg) _,
+                sums = out(reg) _,
+                sums_stride = out(reg) _,
+                ROW_TILES = const offset_of!(Call, row_tiles),
+                INPUTS = const offset_of!(Call, inputs),
+                INPUTS_STEP = const offset_of!(Call, inputs_step),
+                LINES = const offset_of!(Call, lines),
+                PANEL_STRIDE = const offset_of!(Call, panel_stride),
+                FROM = const offset_of!(Call, from),
+                FROM_STEP = const offset_of!(Call, from_step),
+                NEXT_SUMS = const offset_of!(Call, next_sums),
+                SUMS_STEP = const offset_of!(Call, sums_step),
+                BLOCKS_LEFT = const offset_of!(Call, blocks_left),
+                FROM_STRIDE = const offset_of!(Call, from_stride),
+                SUMS = const offset_of!(Call, sums),
+                SUMS_STRIDE = const offset_of!(Call, sums_stride),
+                BLOCKS = const offset_of!(Call, blocks),
                 SUM_STEPS = const offset_of!(Call, sum_steps),
+                LEFT = const offset_of!(Call, left),
+                ASKED = const offset_of!(Call, asked),
+                ASKED_LINES = const offset_of!(Call, asked_lines),
                 SKIP = const offset_of!(Call, skip),
                 LINE_SKIP = const offset_of!(Call, line_skip),
-                SUMS = const SUMS_BYTES,
+                SUMS_BYTES = const SUMS_BYTES,
+                BLOCK_STEPS = const BLOCK_STEPS,
+                LINE = const LINE,
+                STEP_LINES = const PANEL * LINE,
                 out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
                 out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
                 options(nostack),
@@ -172,57 +262,45 @@ macro_rules! tiles {
     }};
 }
 
-/// The blocks for all numbers of rows.
-macro_rules! multiply {
-    ($p:ident, $dot:literal) => {
-        match $p.rows > TILE_ROWS {
-            true => tiles!(
-                $p, $dot,
-                clear: ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3"],
-                begin: [
-                    "tileloadd tmm0, [{sums} + {line}]", "tileloadd tmm1, [{sums} + {line} + 1024]",
-                    "tileloadd tmm2, [{sums} + {line} + 2048]", "tileloadd tmm3, [{sums} + {line} + 3072]"
-                ],
-                load: [
-                    "tileloadd tmm4, [{a0} + {row}]", "tileloadd tmm6, [{b0} + {line}]",
-                    "tileloadd tmm7, [{b1} + {line}]", "tileloadd tmm5, [{a1} + {row}]"
-                ],
-                multiply: ["tmm0, tmm4, tmm6", "tmm1, tmm4, tmm7", "tmm2, tmm5, tmm6", "tmm3, tmm5, tmm7"],
-                write: [
-                    "tilestored [{sums} + {line}], tmm0", "tilestored [{sums} + {line} + 1024], tmm1",
-                    "tilestored [{sums} + {line} + 2048], tmm2", "tilestored [{sums} + {line} + 3072], tmm3"
-                ]
-            ),
-            false => tiles!(
-                $p, $dot,
-                clear: ["tilezero tmm0", "tilezero tmm1"],
-                begin: ["tileloadd tmm0, [{sums} + {line}]", "tileloadd tmm1, [{sums} + {line} + 1024]"],
-                load: [
-                    "tileloadd tmm4, [{a0} + {row}]", "tileloadd tmm6, [{b0} + {line}]",
-                    "tileloadd tmm7, [{b1} + {line}]"
-                ],
-                multiply: ["tmm0, tmm4, tmm6", "tmm1, tmm4, tmm7"],
-                write: ["tilestored [{sums} + {line}], tmm0", "tilestored [{sums} + {line} + 1024], tmm1"]
-            ),
-        }
-    };
-}
-
-const _: () = assert!(TILE_BYTES == 1024 && SUMS_BYTES == 4096 && TILE_PANELS == 2, "the assembly has these numbers");
+const _: () = assert!(size_of::<Asked>() == 16 && offset_of!(Asked, step) == 8 && TILE_ROWS == 1 << 4);
+const _: () = assert!(TILE_PANELS == 2, "the assembly has these numbers");
 
 // SAFETY: `detect` has seen the instructions; the assembly touches the rows, lines and sums of the steps that it counts.
 unsafe impl TileUnit for Unit {
     unsafe fn multiply(self, p: &TileProduct) {
         // Registers would be configured wrongly, which is a trap.
         assert!((1..=2 * TILE_ROWS).contains(&p.rows));
-        assert!(matches!(p.step_bytes, 16 | 32 | 64) && p.blocks > 0 && p.steps > 0 && p.sum_steps > 0);
+        assert!(p.row_tiles > 0 && p.blocks > 0 && p.sum_steps > 0);
         #[cfg(all(test, target_os = "linux"))]
         let _bounds = crate::emulator::Bounds::of(p);
-        if p.bf16 {
-            multiply!(p, "tdpbf16ps");
-        } else {
-            // Inputs are signed, weights are not.
-            multiply!(p, "tdpbsud");
+        match p.rows > TILE_ROWS {
+            true => tiles!(
+                p,
+                clear: ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3"],
+                begin: [
+                    "tileloadd tmm0, [{at} + {stride}]", "tileloadd tmm1, [{at} + {stride} + 64]",
+                    "tileloadd tmm2, [{half} + {stride}]", "tileloadd tmm3, [{half} + {stride} + 64]"
+                ],
+                step: [
+                    "tileloadd tmm4, [{a0} + {row}]", "tileloadd tmm6, [{b0} + {line}]", "tdpbf16ps tmm0, tmm4, tmm6",
+                    "tileloadd tmm7, [{b1} + {line}]", "tdpbf16ps tmm1, tmm4, tmm7",
+                    "tileloadd tmm5, [{a1} + {row}]", "tdpbf16ps tmm2, tmm5, tmm6", "tdpbf16ps tmm3, tmm5, tmm7"
+                ],
+                write: [
+                    "tilestored [{sums} + {sums_stride}], tmm0", "tilestored [{sums} + {sums_stride} + 64], tmm1",
+                    "tilestored [{half} + {sums_stride}], tmm2", "tilestored [{half} + {sums_stride} + 64], tmm3"
+                ]
+            ),
+            false => tiles!(
+                p,
+                clear: ["tilezero tmm0", "tilezero tmm1"],
+                begin: ["tileloadd tmm0, [{at} + {stride}]", "tileloadd tmm1, [{at} + {stride} + 64]"],
+                step: [
+                    "tileloadd tmm4, [{a0} + {row}]", "tileloadd tmm6, [{b0} + {line}]", "tdpbf16ps tmm0, tmm4, tmm6",
+                    "tileloadd tmm7, [{b1} + {line}]", "tdpbf16ps tmm1, tmm4, tmm7"
+                ],
+                write: ["tilestored [{sums} + {sums_stride}], tmm0", "tilestored [{sums} + {sums_stride} + 64], tmm1"]
+            ),
         }
     }
 }

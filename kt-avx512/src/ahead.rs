@@ -155,23 +155,39 @@ impl Later {
     #[inline(always)]
     pub(crate) fn ask(&self, to: Level) {
         let mut left = self.each.get();
-        while left > 0 && self.next.get() < self.len.get() {
-            let range = &self.ranges[self.next.get()];
-            let (first, lines, step) = range.get();
-            let now = left.min(lines);
-            for line in 0..now {
-                let at = std::ptr::without_provenance((first + line * step) * LINE);
+        while let Some((at, lines, step)) = self.take(left) {
+            for line in 0..lines {
+                let at = at.wrapping_add(line * step);
                 match to {
                     Level::First => prefetch_now(at),
                     Level::Second => prefetch_later(at),
                 }
             }
-            range.set((first + now * step, lines - now, step));
-            left -= now;
-            if now == lines {
-                self.next.set(self.next.get() + 1);
-            }
+            left -= lines;
         }
+    }
+
+    /// How many go each time.
+    #[inline(always)]
+    pub(crate) fn each(&self) -> usize {
+        self.each.get()
+    }
+
+    /// Takes up to `most` lines that are equally far apart, for the caller to ask for: the first one, how many there are, and bytes from one to the
+    /// next. None where `most` is 0 or nothing is left.
+    #[inline(always)]
+    pub(crate) fn take(&self, most: usize) -> Option<(*const u8, usize, usize)> {
+        if most == 0 || self.next.get() >= self.len.get() {
+            return None;
+        }
+        let range = &self.ranges[self.next.get()];
+        let (first, lines, step) = range.get();
+        let now = most.min(lines);
+        range.set((first + now * step, lines - now, step));
+        if now == lines {
+            self.next.set(self.next.get() + 1);
+        }
+        Some((std::ptr::without_provenance(first * LINE), now, step * LINE))
     }
 }
 

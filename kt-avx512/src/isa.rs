@@ -274,7 +274,7 @@ pub unsafe trait Isa: Copy {
     /// # Safety
     /// `p .. p + 32` is readable.
     unsafe fn load_nibble_halves(self, p: *const u8) -> Self::Int;
-    /// In each 16 bytes: the bytes of `table` at the indices `v`, which are below 16.
+    /// In each 16 bytes: the bytes of `table` at the indices `v`, which are below 16, or 128 for a zero.
     fn lookup(self, table: Self::Int, v: Self::Int) -> Self::Int;
     /// What [`Isa::lookup`] gives for the low and for the high nibbles of a line; `table` has the same 16 bytes four times.
     #[inline(always)]
@@ -348,6 +348,23 @@ pub unsafe trait Isa: Copy {
     /// Adds what [`Isa::dot_chains`] summed to a sum, as the tile unit does; only where there is one.
     #[inline(always)]
     fn end_chains(self, _sum: Self::Flt, _chains: [Self::Flt; 2]) -> Self::Flt {
+        unreachable!("no tile unit")
+    }
+
+    /// Two columns of 16 outputs as BF16, the nearest, away from zero from the middle; of NaN for those that are [plain](Isa::plain_nan). Only where there
+    /// is a tile unit.
+    #[inline(always)]
+    fn bf16_pairs(self, _first: Self::Flt, _second: Self::Flt) -> Self::Int {
+        unreachable!("no tile unit")
+    }
+    /// The same numbers, with one NaN for all; only where there is a tile unit.
+    #[inline(always)]
+    fn plain_nan(self, _v: Self::Flt) -> Self::Flt {
+        unreachable!("no tile unit")
+    }
+    /// Whether weights with scales are BF16 numbers for all rows, and not as exact as those that stream; only where there is a tile unit.
+    #[inline(always)]
+    fn widens(self) -> bool {
         unreachable!("no tile unit")
     }
 

@@ -75,13 +75,13 @@ impl Avx {
         Avx { ports, ..self }
     }
 
-    /// Does a job with a tile unit for products of many rows; bf16 ones of up to `stream_rows` rows stream (8 at most), in the unit's order
-    /// of additions.
+    /// Does a job with a tile unit for products of many rows with BF16 inputs; those of up to `stream_rows` rows stream (8 at most), in the unit's order
+    /// of additions. `None`: weights of all formats are BF16 numbers, rounded after they were multiplied with their scales (but for those of outputs).
     ///
     /// # Panics
     /// When this is not of tier `avx512bf16`.
     #[inline(always)]
-    pub fn run_with_tiles(self, unit: impl TileUnit, stream_rows: usize, job: impl Job) {
+    pub fn run_with_tiles(self, unit: impl TileUnit, stream_rows: Option<usize>, job: impl Job) {
         assert_eq!(self.tier, Tier::Avx512Bf16, "tiles go with the highest tier only");
         // SAFETY: `detect` saw the instructions of `self.tier`.
         job.go(unsafe { isa::Tiled::new(unit, stream_rows) });
@@ -197,7 +197,7 @@ impl Kernel for Avx {
         out: &mut [f32],
         scratch: &mut Scratch,
     ) {
-        self.run(Product { outputs, inputs, rows, out, scratch });
+        self.run(Product { outputs, inputs, rows, out, scratch, zero: 0 });
     }
 }
 

@@ -226,20 +226,6 @@ impl Layout {
         self.group.map_or(self.groups_at, |group| self.record_at(block * BLOCK / group))
     }
 
-    /// Where the scales of the groups are that the columns of a block have, [`CHUNK`] by [`CHUNK`], which no group cuts.
-    pub(crate) fn records(&self, block: usize) -> [usize; BLOCK / CHUNK] {
-        let group = self.group.unwrap_or(BLOCK);
-        let (mut at, mut left) = (self.first_record(block), group - block * BLOCK % group);
-        std::array::from_fn(|_| {
-            let record = at;
-            left -= CHUNK;
-            if left == 0 {
-                (at, left) = (at + self.record, group);
-            }
-            record
-        })
-    }
-
     /// Where the lines of a block begin in a panel, and those that lie apart.
     pub fn lines_at(&self, block: usize) -> [usize; 2] {
         let heads = (self.units(block) + 1) * self.head;

@@ -17,8 +17,6 @@ pub trait Lines: Copy {
     const SHARED: bool = false;
     /// How many panels take turns with them; see [`Layout::bundle`](crate::layout::Layout::bundle).
     const BUNDLE: usize = 1;
-    /// Whether they are sums of products already: one for each row, panel and span of columns that share a scale.
-    const SUMMED: bool = false;
     /// What the loop keeps in registers for unpacking.
     type Table<I: Isa>: Copy;
     /// Loads it.
@@ -50,6 +48,8 @@ pub trait Codes: Lines {
 pub trait Floats: Lines {
     /// Operands are two columns of 16 outputs in BF16, or one column in F32.
     const BF16: bool;
+    /// Whether they are sums of products already: one for each row, panel and span of columns that share a scale.
+    const SUMMED: bool = false;
     /// The same operands, each in a line of its own.
     type Unpacked: Floats;
 }
@@ -79,17 +79,12 @@ macro_rules! direct {
 pub(crate) struct Summed;
 
 impl Lines for Summed {
-    const SUMMED: bool = true;
     direct!();
-}
-
-impl Codes for Summed {
-    const SPAN: usize = 0;
-    type Unpacked = Self;
 }
 
 impl Floats for Summed {
     const BF16: bool = true;
+    const SUMMED: bool = true;
     type Unpacked = Self;
 }
 
@@ -447,20 +442,55 @@ impl<L: Lines, const COLUMNS: usize> Steps<L, COLUMNS> {
     }
 }
 
-/// Where the scales of groups are that the columns of a block have, [`CHUNK`] by [`CHUNK`].
-pub type Records<'a> = [&'a [u8]; BLOCK / CHUNK];
+/// Where the scales of the columns are that are unpacked next.
+#[derive(Debug, Clone, Copy)]
+pub struct Scales<'a> {
+    /// The panel.
+    pub panel: &'a [u8],
+    /// Bytes from a line of it to the next one.
+    pub step: usize,
+    /// Where the record of the group of these columns begins in the panel; and how many of them it has left.
+    pub record: usize,
+    /// See `record`.
+    pub left: usize,
+    /// Columns of a group.
+    pub group: usize,
+    /// Where the record begins that is above those of groups.
+    pub above: usize,
+    /// What codes are more than what they stand for, if groups do not say that.
+    pub zero: i32,
+}
+
+impl<'a> Scales<'a> {
+    /// Goes on by so many columns of a group, whose record has so many bytes. Returns where it begins.
+    #[inline(always)]
+    fn take(&mut self, columns: usize, record: usize) -> usize {
+        let at = self.record;
+        self.left -= columns;
+        if self.left == 0 {
+            (self.record, self.left) = (at + record, self.group);
+        }
+        at
+    }
+
+    /// So many bytes of the panel, of one line.
+    #[inline(always)]
+    fn bytes(&self, at: usize, bytes: usize) -> &'a [u8] {
+        &self.panel[spread(at, self.step)..][..bytes]
+    }
+}
 
 /// Unpacks the lines of a block, which has its planes by `COLUMNS` columns. `WIDEN`: each operand of BF16 becomes two lines of F32.
-pub(crate) struct Unpack<'a, L, S, const COLUMNS: usize, const WIDEN: bool> {
+pub(crate) struct Unpack<'a, 'b, L, S, const COLUMNS: usize, const WIDEN: bool> {
     /// Its lines, and those of them that lie apart.
     pub from: [&'a [u8]; 2],
     /// For [`Scale::SHIFTS`].
-    pub records: Records<'a>,
+    pub scales: &'a mut Scales<'b>,
     pub to: &'a mut [u8],
     pub kind: std::marker::PhantomData<(L, S)>,
 }
 
-impl<L: Lines, S: Scale, const COLUMNS: usize, const WIDEN: bool> Job for Unpack<'_, L, S, COLUMNS, WIDEN> {
+impl<L: Lines, S: Scale, const COLUMNS: usize, const WIDEN: bool> Job for Unpack<'_, '_, L, S, COLUMNS, WIDEN> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
         const { assert!(!S::SHIFTS || COLUMNS == CHUNK && !WIDEN) };
@@ -477,10 +507,9 @@ impl<L: Lines, S: Scale, const COLUMNS: usize, const WIDEN: bool> Job for Unpack
             let from = Steps::<L, COLUMNS>::after(from, group);
             let mut shift = isa.splat(0);
             if S::SHIFTS {
-                let record = self.records[group];
-                assert!(record.len() >= S::RECORD);
+                let at = self.scales.take(COLUMNS, S::RECORD);
                 // SAFETY: the bytes of a record.
-                shift = unsafe { S::shift(isa, record.as_ptr()) };
+                shift = unsafe { S::shift(isa, self.scales.bytes(at, S::RECORD).as_ptr()) };
             }
             macro_rules! unpack {
                 ($step:expr) => {
@@ -509,6 +538,172 @@ impl<L: Lines, S: Scale, const COLUMNS: usize, const WIDEN: bool> Job for Unpack
             } else {
                 for step in 0..steps {
                     unpack!(step);
+                }
+            }
+        }
+    }
+}
+
+/// Where the second and the third byte of a dword are in each 16 bytes, to be its first one; and zeros above.
+static BYTE: [[u8; LINE]; 2] = {
+    let mut t = [[0x80; LINE]; 2];
+    let mut i = 0;
+    while i < LINE {
+        (t[0][i], t[1][i]) = ((i % 16) as u8 + 1, (i % 16) as u8 + 2);
+        i += 4;
+    }
+    t
+};
+
+/// Unpacks the lines of a block to BF16 numbers, those that codes stand for: 16 outputs x 2 columns in a line. Scales are those of [`Ints`].
+///
+/// [`Ints`]: crate::product::Ints
+pub(crate) struct Widen<'a, 'b, L, S, const XG: usize, const WG: usize> {
+    /// Its lines, and those of them that lie apart.
+    pub from: [&'a [u8]; 2],
+    pub scales: &'a mut Scales<'b>,
+    pub to: &'a mut [u8],
+    pub kind: std::marker::PhantomData<(L, S)>,
+}
+
+impl<L: Codes, S: Scale, const XG: usize, const WG: usize> Widen<'_, '_, L, S, XG, WG> {
+    /// What codes of the next [`XG`] columns, the first of `group` times as many, are multiplied with, and what is added then. The scale of
+    /// the output is left to be applied.
+    #[inline(always)]
+    fn of_group<I: Isa>(&mut self, isa: I, group: usize) -> [I::Flt; 2] {
+        let scales = &mut *self.scales;
+        let zero = isa.splat_f32(-scales.zero as f32);
+        if WG == 0 {
+            return [isa.splat_f32(1.0), zero];
+        }
+        let at = scales.take(XG, S::RECORD);
+        // Two groups share a dword of [`Scale::words`].
+        let first = if S::WORDS == 2 { at - group % 2 * S::RECORD } else { at };
+        let record = scales.bytes(first, S::WORDS.max(1) * S::RECORD).as_ptr();
+        let above = if S::SUPER > 0 { scales.bytes(scales.above, S::SUPER).as_ptr() } else { record };
+        // SAFETY: all bytes of the record, or of two of them, and of the one above.
+        unsafe {
+            let mut scale = isa.plain_nan(S::load(isa, record, above));
+            let mut add = isa.zero();
+            if S::WORDS > 0 {
+                let words = S::words(isa, record, S::factors(isa, above));
+                let (upper, lower) = (isa.down::<16>(words), isa.down::<16>(isa.up::<16>(words)));
+                if S::WORDS == 1 {
+                    add = isa.mul(isa.to_f32(upper), scale);
+                }
+                let of_group = if S::WORDS == 2 && group.is_multiple_of(2) { upper } else { lower };
+                scale = isa.mul(isa.to_f32(of_group), scale);
+            } else if S::MINIMA {
+                add = isa.plain_nan(S::minima(isa, record, above));
+            }
+            if S::ZEROS {
+                add = isa.mul(scale, isa.to_f32(isa.sub(isa.splat(0), S::zeros(isa, record))));
+            } else if !S::MINIMA {
+                add = isa.mul_add(scale, zero, add);
+            }
+            [scale, add]
+        }
+    }
+}
+
+impl<L: Codes, S: Scale, const XG: usize, const WG: usize> Job for Widen<'_, '_, L, S, XG, WG> {
+    #[inline(always)]
+    fn go<I: Isa>(mut self, isa: I) {
+        let table = L::table(isa);
+        // SAFETY: 64 bytes each.
+        let middle = unsafe { [isa.load(BYTE[0].as_ptr()), isa.load(BYTE[1].as_ptr())] };
+        let steps = Steps::<L, XG>::COUNT;
+        let group_bytes = XG / 2 * LINE;
+        assert!(self.to.len() == BLOCK / XG * group_bytes);
+        for (from, bytes) in self.from.iter().zip(L::PLANES) {
+            let bytes = BLOCK / XG * steps * bytes;
+            assert!(bytes == 0 || from.len() > Steps::<L, XG>::spread(bytes - 1));
+        }
+        let (from, mut to) = (self.from.map(<[u8]>::as_ptr), self.to.as_mut_ptr());
+        for group in 0..BLOCK / XG {
+            let from = Steps::<L, XG>::after(from, group);
+            let [scale, add] = self.of_group(isa, group);
+            // No closures: compilers leave calls of some, and those have none of the instructions.
+            macro_rules! number {
+                ($codes:expr) => {
+                    isa.mul_add(isa.to_f32($codes), scale, add)
+                };
+            }
+            macro_rules! widen {
+                ($step:expr) => {
+                    // SAFETY: the bytes of all steps in both planes, of all groups, as said above.
+                    let operands = unsafe { L::operands::<I, XG>(isa, table, from, $step) };
+                    for &v in &operands[..L::OPERANDS] {
+                        // By other ports than shifts are on.
+                        let (second, third) = (isa.lookup(v, middle[0]), isa.lookup(v, middle[1]));
+                        let low = isa.splat(0xff);
+                        let first = isa.bf16_pairs(number!(isa.and(v, low)), number!(second));
+                        let second = isa.bf16_pairs(number!(third), number!(isa.and(isa.down::<24>(v), low)));
+                        // SAFETY: as many lines as there are pairs of columns, as said above.
+                        unsafe {
+                            isa.store(to, first);
+                            isa.store(to.wrapping_add(LINE), second);
+                        }
+                        to = to.wrapping_add(2 * LINE);
+                    }
+                };
+            }
+            if L::SHARED {
+                const { assert!(!L::SHARED || matches!(Steps::<L, XG>::COUNT, 2 | 4)) };
+                widen!(0);
+                widen!(1);
+                if steps > 2 {
+                    widen!(2);
+                    widen!(3);
+                }
+            } else {
+                for step in 0..steps {
+                    widen!(step);
+                }
+            }
+        }
+    }
+}
+
+/// Unpacks the lines of a block to BF16 numbers times their scales: an F32 for the block, or (`GROUPS`) E8M0 for an output and 32 columns.
+pub(crate) struct WidenFloats<'a, 'b, L, const GROUPS: bool> {
+    /// Its lines.
+    pub from: &'a [u8],
+    pub scales: &'a mut Scales<'b>,
+    pub to: &'a mut [u8],
+    pub kind: std::marker::PhantomData<L>,
+}
+
+impl<L: Floats, const GROUPS: bool> Job for WidenFloats<'_, '_, L, GROUPS> {
+    #[inline(always)]
+    fn go<I: Isa>(self, isa: I) {
+        assert!(L::BF16 && !L::SHARED && L::PLANES[1] == 0);
+        let table = L::table(isa);
+        let columns = if GROUPS { CHUNK } else { BLOCK };
+        let (steps, record) = (columns / 2 / L::OPERANDS, if GROUPS { PANEL } else { 4 });
+        let bytes = BLOCK / columns * steps * L::PLANES[0];
+        assert!(self.from.len() > Steps::<L, BLOCK>::spread(bytes - 1) && self.to.len() == BLOCK / 2 * LINE);
+        let (mut from, mut to) = (self.from.as_ptr(), self.to.as_mut_ptr());
+        for _ in 0..BLOCK / columns {
+            let at = self.scales.take(columns, record);
+            let at = self.scales.bytes(at, record).as_ptr();
+            // SAFETY: the bytes of a record.
+            let mut scale = unsafe { if GROUPS { isa.exp2(isa.load_u8(at)) } else { isa.load_f32(at) } };
+            if GROUPS {
+                // 255 is infinite so far: times 0 it is NaN.
+                scale = isa.mul_add(scale, isa.zero(), scale);
+            }
+            let scale = isa.plain_nan(scale);
+            for _ in 0..steps {
+                // SAFETY: the bytes of all steps, as said above.
+                let operands = unsafe { L::operands::<I, BLOCK>(isa, table, [from; 2], 0) };
+                from = from.wrapping_add(Steps::<L, BLOCK>::spread(L::PLANES[0]));
+                for &v in &operands[..L::OPERANDS] {
+                    let even = isa.mul(isa.as_f32(isa.up::<16>(v)), scale);
+                    let odd = isa.mul(isa.as_f32(isa.and(v, isa.splat(!0xffff))), scale);
+                    // SAFETY: as many lines as there are pairs of columns, as said above.
+                    unsafe { isa.store(to, isa.bf16_pairs(even, odd)) };
+                    to = to.wrapping_add(LINE);
                 }
             }
         }

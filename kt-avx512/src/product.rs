@@ -18,10 +18,10 @@ use crate::isa::{Isa, Job, Ports, stream_rows};
 use crate::layout::{CHUNK, LINE, Layout, MOST_PANELS, PANEL, SUPER, panels, spread};
 use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
-    Nibbles, NoScale, Records, Scale, Summed, Unpack,
+    Nibbles, NoScale, Scale, Scales, Summed, Unpack, Widen, WidenFloats,
 };
 use crate::tile::{FloatTile, IntTile, Tile, one_stream, scaled, scaled_blocks};
-use crate::tiled::{self, SUMS_SIZE, Spans, TILE_ROWS};
+use crate::tiled::{self, MOST_ROWS, PIECE, SUMS_SIZE, Spans, TILE_ROWS};
 
 /// Bytes of lines that tiles of rows pass over: most of a first-level cache of 48 KiB, all of one of 32.
 const CACHED: usize = 32 << 10;
@@ -38,14 +38,15 @@ const AT_ONCE: usize = 8 << 10;
 pub trait Path<I: Isa> {
     /// How its lines are stored.
     type Lines: Lines;
+    /// The same weights as BF16 numbers times their scales, for a tile unit.
+    type Widened: Path<I>;
     /// Whether products are those of integers.
     const INTEGERS: bool;
     /// Whether lines are operands.
     const LIGHT: bool;
     /// Whether weights have scales of groups.
     const GROUPED: bool;
-    /// Whether rows that are few stream. Integer products that do so have the same bits without a tile unit, so that code which has one
-    /// leaves them out.
+    /// Whether rows that are few stream.
     const STREAMS: bool;
     /// The most rows that stream over one panel after another with operands of 512 bits, where the hardware reads a single stream best.
     const ONE_STREAM: usize;
@@ -53,14 +54,12 @@ pub trait Path<I: Isa> {
     const SCALED_BLOCKS: usize;
     /// Lines that an operand becomes where lines are unpacked.
     const WIDENED: usize;
-    /// Whether lines have zero points added to them where they are unpacked: see [`Scale::SHIFTS`].
-    const SHIFTS: bool;
     /// Rows of the largest tile over cached lines, of so many rows in all: as many as keep sums (and totals, where scales come in between) in registers.
     fn rows(isa: I, rows: usize) -> usize;
     /// Whether that many rows pass over lines that were unpacked for them, if they do not stream.
     fn unpacked(isa: I, rows: usize) -> bool;
-    /// Unpacks the lines of a block, and those of it that lie apart; its records are for zero points.
-    fn unpack(isa: I, from: [&[u8]; 2], records: Records<'_>, to: &mut [u8]);
+    /// Unpacks the lines of a block, and those of it that lie apart. If it needs its scales, these go on to what is behind them.
+    fn unpack(isa: I, from: [&[u8]; 2], scales: &mut Scales<'_>, to: &mut [u8]);
     /// Runs a tile of `r` rows x as many panels as few rows have on lines as stored.
     fn stream(isa: I, r: usize, tile: Tile<'_>);
     /// Runs a tile of `r` rows x as many panels as many rows have on lines in the cache, which were unpacked or are operands, or not.
@@ -159,19 +158,17 @@ fn tiles<I: Isa>(rows: usize, most: usize) -> usize {
 
 impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for Ints<L, S, XG, WG> {
     type Lines = L;
+    type Widened = Widened<Self>;
     const INTEGERS: bool = true;
     const LIGHT: bool = L::OPERANDS == 1;
     const GROUPED: bool = S::RECORD > 0;
-    const STREAMS: bool = !I::TILES;
+    const STREAMS: bool = true;
     const ONE_STREAM: usize = one_stream::<L, S, XG, WG>();
     const SCALED_BLOCKS: usize = scaled_blocks::<S>();
     const WIDENED: usize = 1;
-    const SHIFTS: bool = S::SHIFTS;
 
     fn rows(isa: I, rows: usize) -> usize {
-        if I::TILES {
-            2 * TILE_ROWS
-        } else if S::WORDS > 0 && I::LARGE {
+        if S::WORDS > 0 && I::LARGE {
             5
         } else if !I::LARGE && L::SPAN == 0 && size_of::<I::Wide>() > LINE {
             // Magnitudes and signs of codes, two of the 16 registers each.
@@ -186,12 +183,12 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
 
     fn unpacked(isa: I, rows: usize) -> bool {
         let enough = rows >= UNPACKED_NIBBLES && taller::<I>(isa);
-        let beside_products = L::NIBBLES && I::LARGE && !I::TILES && !enough;
+        let beside_products = L::NIBBLES && I::LARGE && !enough;
         L::OPERANDS > 1 && !beside_products
     }
 
-    fn unpack(isa: I, from: [&[u8]; 2], records: Records<'_>, to: &mut [u8]) {
-        isa.run(Unpack::<L, S, XG, false> { from, records, to, kind: PhantomData });
+    fn unpack(isa: I, from: [&[u8]; 2], scales: &mut Scales<'_>, to: &mut [u8]) {
+        isa.run(Unpack::<L, S, XG, false> { from, scales, to, kind: PhantomData });
     }
 
     fn stream(isa: I, r: usize, tile: Tile<'_>) {
@@ -200,13 +197,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     }
 
     fn cached(isa: I, r: usize, unpacked: bool, tile: Tile<'_>) {
-        if const { I::TILES } {
-            let spans = Spans { bf16: false, columns: Some(XG), record: S::RECORD, blocks: scaled_blocks::<S>() };
-            tiled::cached(isa, r, tile, spans, |r, tile| {
-                let kind = PhantomData;
-                rows!(r, [1, 2, 3, 4], isa.run(IntTile::<Summed, S, XG, WG, false, R, 2> { tile, kind }))
-            });
-        } else if const { I::LARGE && I::VNNI } && unpacked {
+        if const { I::LARGE && I::VNNI } && unpacked {
             // All codes are alike to VNNI.
             let kind = PhantomData;
             if const { S::WORDS > 0 } {
@@ -229,13 +220,13 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
 
 impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     type Lines = L;
+    type Widened = Widened<Self>;
     const INTEGERS: bool = false;
     const LIGHT: bool = L::OPERANDS == 1;
     const GROUPED: bool = scaled::span(SCALED).1 > 0;
     const STREAMS: bool = true;
     const ONE_STREAM: usize = 0;
     const SCALED_BLOCKS: usize = 1;
-    const SHIFTS: bool = false;
     // Lines that are operands are widened in the tile: layers of BF16 are 4 to 8 % slower at 32 rows else, and 2 % faster at 64.
     const WIDENED: usize = if L::BF16 && L::OPERANDS > 1 && I::LARGE && I::INPUT_BYTES > 2 { 2 } else { 1 };
 
@@ -257,12 +248,12 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         L::OPERANDS * <Self as Path<I>>::WIDENED > 1
     }
 
-    fn unpack(isa: I, from: [&[u8]; 2], records: Records<'_>, to: &mut [u8]) {
+    fn unpack(isa: I, from: [&[u8]; 2], scales: &mut Scales<'_>, to: &mut [u8]) {
         let kind = PhantomData;
         if const { <Self as Path<I>>::WIDENED > 1 } {
-            isa.run(Unpack::<L, NoScale, BLOCK, true> { from, records, to, kind });
+            isa.run(Unpack::<L, NoScale, BLOCK, true> { from, scales, to, kind });
         } else {
-            isa.run(Unpack::<L, NoScale, BLOCK, false> { from, records, to, kind });
+            isa.run(Unpack::<L, NoScale, BLOCK, false> { from, scales, to, kind });
         }
     }
 
@@ -273,12 +264,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
 
     fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
         if const { I::TILES && L::BF16 } {
-            let (columns, record) = scaled::span(SCALED);
-            let spans = Spans { bf16: true, columns: (record > 0).then_some(columns), record, blocks: 1 };
-            tiled::cached(isa, r, tile, spans, |r, tile| {
-                let kind = PhantomData;
-                rows!(r, [1, 2, 3, 4], isa.run(FloatTile::<Summed, SCALED, false, R, 2> { tile, kind }))
-            });
+            tiled_rows::<I, SCALED>(isa, r, tile);
         } else if const { I::LARGE && widens_in_tile::<I, L>() } {
             let kind = PhantomData;
             rows!(r, [4, 5, 6, 7, 8], isa.run(FloatTile::<L, SCALED, false, R, 2> { tile, kind }))
@@ -295,6 +281,82 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     }
 }
 
+/// A tile of BF16 lines by a tile unit.
+#[inline(always)]
+fn tiled_rows<I: Isa, const SCALED: u8>(isa: I, r: usize, tile: Tile<'_>) {
+    let (columns, record) = scaled::span(SCALED);
+    let spans = Spans { columns: (record > 0).then_some(columns), record, outputs: SCALED == scaled::OUTPUTS };
+    tiled::cached(isa, r, tile, spans, |r, tile| {
+        let kind = PhantomData;
+        rows!(r, [1, 2, 3, 4], isa.run(FloatTile::<Summed, SCALED, false, R, 2> { tile, kind }))
+    });
+}
+
+/// Weights that a path has, as BF16 numbers times their scales but for those of outputs, for a tile unit.
+pub struct Widened<K>(PhantomData<K>);
+
+/// What all of these have in common.
+macro_rules! widened {
+    () => {
+        type Lines = L;
+        type Widened = Self;
+        const INTEGERS: bool = false;
+        const LIGHT: bool = false;
+        const GROUPED: bool = false;
+        const STREAMS: bool = false;
+        const ONE_STREAM: usize = 0;
+        const SCALED_BLOCKS: usize = 1;
+
+        fn rows(_: I, _: usize) -> usize {
+            2 * TILE_ROWS
+        }
+
+        fn unpacked(_: I, _: usize) -> bool {
+            true
+        }
+
+        fn stream(_: I, _: usize, _: Tile<'_>) {
+            unreachable!("these do not stream")
+        }
+    };
+}
+
+impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for Widened<Ints<L, S, XG, WG>> {
+    widened!();
+    // An operand has four columns, a line of BF16 two.
+    const WIDENED: usize = 2;
+
+    fn unpack(isa: I, from: [&[u8]; 2], scales: &mut Scales<'_>, to: &mut [u8]) {
+        isa.run(Widen::<L, S, XG, WG> { from, scales, to, kind: PhantomData });
+    }
+
+    fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
+        if const { S::OUTPUTS } {
+            tiled_rows::<I, { scaled::OUTPUTS }>(isa, r, tile);
+        } else {
+            tiled_rows::<I, { scaled::NO }>(isa, r, tile);
+        }
+    }
+}
+
+impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Widened<Numbers<L, SCALED>> {
+    widened!();
+    const WIDENED: usize = 1;
+
+    fn unpack(isa: I, from: [&[u8]; 2], scales: &mut Scales<'_>, to: &mut [u8]) {
+        let (from, kind) = (from[0], PhantomData);
+        if const { SCALED == scaled::GROUPS } {
+            isa.run(WidenFloats::<L, true> { from, scales, to, kind });
+        } else {
+            isa.run(WidenFloats::<L, false> { from, scales, to, kind });
+        }
+    }
+
+    fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
+        tiled_rows::<I, { scaled::NO }>(isa, r, tile);
+    }
+}
+
 /// One product: what [`kt_core::cpu::kernel::Kernel::product`] is given.
 pub struct Product<'a> {
     /// Weights, and which of their outputs.
@@ -307,6 +369,8 @@ pub struct Product<'a> {
     pub out: &'a mut [f32],
     /// Memory for unpacked lines.
     pub scratch: &'a mut Scratch,
+    /// What codes of integer weights are more than what they stand for, if groups do not say that: for products with BF16 inputs.
+    pub zero: i32,
 }
 
 impl Job for Product<'_> {
@@ -354,6 +418,18 @@ impl Job for Product<'_> {
 impl Product<'_> {
     /// Does it by a number path; `layout` says how matrices are packed.
     pub fn on<I: Isa, K: Path<I>>(self, isa: I, layout: fn(Format, usize) -> Layout) {
+        // Integers are for a tile unit only as BF16 numbers: so the others are not compiled for one.
+        #[allow(clippy::if_same_then_else)]
+        if const { I::TILES && K::INTEGERS } {
+            self.along::<I, K::Widened>(isa, layout);
+        } else if const { I::TILES && K::GROUPED } && isa.widens() {
+            self.along::<I, K::Widened>(isa, layout);
+        } else {
+            self.along::<I, K>(isa, layout);
+        }
+    }
+
+    fn along<I: Isa, K: Path<I>>(self, isa: I, layout: fn(Format, usize) -> Layout) {
         let Outputs { of: weights, range, next, next_inputs } = self.outputs;
         assert_eq!(self.out.len(), self.rows.len() * range.len(), "output of another shape");
         assert!(range.start.is_multiple_of(MOST_PANELS * PANEL) && range.end <= weights.rows(), "outputs out of range");
@@ -453,7 +529,8 @@ impl Product<'_> {
             layout.head / layout.unit + layout.lines[0] + layout.lines[1]
         };
         // Parts of as many blocks each: a last one with few would have the same to begin and to end, and more to ask for with each block.
-        let most_blocks = (CACHED / (panels * operand_block)).clamp(1, layout.blocks);
+        let cached = if I::TILES { PIECE } else { CACHED };
+        let most_blocks = (cached / (panels * operand_block)).clamp(1, layout.blocks);
         let most_blocks =
             layout.blocks.div_ceil(layout.blocks.div_ceil(most_blocks)).next_multiple_of(K::SCALED_BLOCKS);
         let unpacked_stride = most_blocks * operand_block;
@@ -463,8 +540,12 @@ impl Product<'_> {
         let tiles = tiles::<I>(n, K::rows(isa, n));
         // `larger` of one row more, then the others.
         let (rows, larger) = (n / tiles, n % tiles);
-        // A unit that multiplies tiles has other ones.
-        let together = |tiles: usize| if I::TILES { 1 } else { tiles };
+        // Sums of a tile unit have a buffer.
+        let together = |tiles: usize, rows: usize| match (I::TILES, K::GROUPED) {
+            (false, _) => tiles,
+            (true, true) => 1,
+            (true, false) => tiles.min(MOST_ROWS / rows),
+        };
         while done < width {
             let at = panel_at(done);
             for start in (0..layout.blocks).step_by(most_blocks) {
@@ -473,17 +554,23 @@ impl Product<'_> {
                 if unpack {
                     for p in 0..panels {
                         let to = &mut buffer[p * unpacked_stride..][..blocks * operand_block];
+                        let mut scales = Scales {
+                            panel: packed.get(at + p * stride..).unwrap_or_default(),
+                            step,
+                            record: scales.0,
+                            left: scales.1,
+                            group,
+                            above: 0,
+                            zero: self.zero,
+                        };
                         for (block, to) in (start..).zip(to.chunks_exact_mut(operand_block)) {
                             let lines =
                                 layout.lines_at(block).map(|line| from(at, line).get(p * stride..).unwrap_or_default());
-                            let records = if K::SHIFTS {
-                                layout
-                                    .records(block)
-                                    .map(|record| from(at, record).get(p * stride..).unwrap_or_default())
-                            } else {
-                                [&[][..]; _]
-                            };
-                            K::unpack(isa, lines, records, to);
+                            scales.above = layout.supers_at + block * BLOCK / SUPER * layout.super_record;
+                            K::unpack(isa, lines, &mut scales, to);
+                            if (block + 1) & (layout.unit - 1) == 0 {
+                                scales.record += layout.record_skip();
+                            }
                         }
                     }
                 }
@@ -516,8 +603,8 @@ impl Product<'_> {
                 let mut first = 0;
                 while first < n {
                     let (rows, row_tiles) = match larger * (rows + 1) {
-                        end if first < end => (rows + 1, together((end - first) / (rows + 1))),
-                        _ => (rows, together((n - first) / rows)),
+                        end if first < end => (rows + 1, together((end - first) / (rows + 1), rows + 1)),
+                        _ => (rows, together((n - first) / rows, rows)),
                     };
                     let part = part(at, start, blocks, scales);
                     let tile = Tile {

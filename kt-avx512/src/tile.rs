@@ -20,12 +20,12 @@ use crate::ahead::{Ahead, Later, Level, prefetch_later, prefetch_now};
 use crate::isa::{Isa, Job};
 use crate::layout::{LINE, PANEL, SUPER, spread, unit_of};
 use crate::lines::{Codes, Floats, Lines, SHIFTED, Scale, Steps};
-use crate::tiled::{CHAIN, SUMS_BYTES};
+use crate::tiled::{CHAIN, SUM_ROW, SUMS_BYTES};
 
 /// What register tiles read and write that follow each other in rows: `blocks` blocks of 128 columns of it.
 pub struct Tile<'a> {
     /// The lines of the first panel, from its first block, and those that lie apart; those of panel `p` begin at `p * weight_stride`. Or the
-    /// sums of the first row, those of row `r` [`LINE`] bytes times `r` on, those of the next span of columns [`SUMS_BYTES`].
+    /// sums of the first row, those of row `r` [`SUM_ROW`] bytes times `r` on, those of the next span of columns [`SUMS_BYTES`].
     pub weights: [&'a [u8]; 2],
     /// See `weights`.
     pub weight_stride: usize,
@@ -213,7 +213,9 @@ impl Tile<'_> {
     /// Checks that all sums of `r` rows and `p` panels are there.
     #[inline(always)]
     fn check_sums(&self, r: usize, p: usize, spans: usize) {
-        assert!(self.weights[0].len() >= (spans - 1) * SUMS_BYTES + (p - 1) * self.weight_stride + r * LINE);
+        assert!(
+            self.weights[0].len() >= (spans - 1) * SUMS_BYTES + (p - 1) * self.weight_stride + (r - 1) * SUM_ROW + LINE
+        );
     }
 
     /// The totals to go on from, of the tile that begins with row `first`.
@@ -392,11 +394,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         !S::MINIMA || Self::in_words::<I>() && L::SPAN < XG
     }
 
-    /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`, which are dwords or [words](Self::in_words); or what a tile unit
-    /// made of them.
+    /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`, which are dwords or [words](Self::in_words).
     ///
     /// # Safety
-    /// Their lines, which begin at `line`, and the codes of all rows are readable; or the sums of all rows, which begin there.
+    /// Their lines, which begin at `line`, and the codes of all rows are readable.
     #[inline(always)]
     unsafe fn add_products<I: Isa, const ASKS: bool>(
         t: &Tile<'_>,
@@ -405,17 +406,6 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         (line, at, k): (&mut [*const u8; 2], Place, usize),
         sums: &mut [[I::Int; P]; R],
     ) {
-        if L::SUMMED {
-            for (r, sums) in sums.iter_mut().enumerate() {
-                for (p, sum) in sums.iter_mut().enumerate() {
-                    let at = line[0].wrapping_add(p * t.weight_stride + r * LINE);
-                    // SAFETY: a sum of row `r` and panel `p`, by the caller's promise.
-                    *sum = isa.add(*sum, unsafe { isa.load(at) });
-                }
-            }
-            line[0] = line[0].wrapping_add(SUMS_BYTES);
-            return;
-        }
         let apart = Self::apart::<I>();
         let whole = const { Self::in_words::<I>() || L::SPAN <= 4 || L::SPAN > XG || L::SHARED };
         let span = if whole { XG } else { L::SPAN };
@@ -573,7 +563,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let last_kept = kept - 4;
         let input_bytes = sums_at + BLOCK / XG * kept;
         let line_step = L::BUNDLE * LINE;
-        let steps = if L::SUMMED { 0 } else { BLOCK / XG * Steps::<L, XG>::COUNT };
+        let steps = BLOCK / XG * Steps::<L, XG>::COUNT;
         let block_bytes = L::PLANES.map(|bytes| steps * bytes);
         let mut scales = if S::OUTPUTS { t.outputs_at + PANEL * 4 } else { 0 };
         if S::WORDS > 0 {
@@ -588,10 +578,6 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             scales = scales.max(t.supers_at + ((t.first_block + t.blocks) * BLOCK).div_ceil(SUPER) * S::SUPER);
         }
         t.check(R, P, block_bytes, Reads { line_step, scales, input: input_bytes });
-        if L::SUMMED {
-            assert!(t.row_tiles == 1);
-            t.check_sums(R, P, t.blocks * (BLOCK / XG));
-        }
 
         // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of all rows, and the
         // records of all groups, and of all groups of groups.
@@ -642,7 +628,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             let mut scaled_words = [[isa.zero(); P]; R];
             for block in 0..t.blocks {
                 if S::WORDS > 0 && block.is_multiple_of(scaled_blocks::<S>()) {
-                    if !L::SUMMED && (!STREAM || R > 4 && P > 1) {
+                    if !STREAM || R > 4 && P > 1 {
                         // To memory with the totals until they are due: the sums and what they add up to need the registers.
                         std::hint::black_box(&mut total);
                     }
@@ -662,7 +648,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                         }
                     }
                 }
-                if !STREAM && !L::SUMMED {
+                if !STREAM {
                     t.later.ask(Level::First);
                 }
                 let super_at = t.supers_at + (t.first_block + block) * BLOCK / SUPER * S::SUPER;
@@ -870,9 +856,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 x = x.wrapping_add(t.input_stride);
                 if !Self::UNITS || (t.first_block + block + 1) & (t.unit - 1) == 0 {
                     record += t.record_skip;
-                    if !L::SUMMED {
-                        line[0] = line[0].wrapping_add(Steps::<L, XG>::spread(t.line_skip));
-                    }
+                    line[0] = line[0].wrapping_add(Steps::<L, XG>::spread(t.line_skip));
                 }
             }
             t.end(isa, first, total, S::OUTPUTS, 1.0);
@@ -1027,7 +1011,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
             for (r, sums) in sums.iter_mut().enumerate() {
                 for (p, sum) in sums.iter_mut().enumerate() {
                     // SAFETY: a sum of row `r` and panel `p`, in bounds as said above.
-                    *sum = isa.as_f32(unsafe { isa.load(at.wrapping_add(p * t.weight_stride + r * LINE)) });
+                    *sum = isa.as_f32(unsafe { isa.load(at.wrapping_add(p * t.weight_stride + r * SUM_ROW)) });
                 }
             }
             if record > 0 {

@@ -1,21 +1,26 @@
 //! Products of many rows by a unit that multiplies tiles of 16 rows x 64 bytes (AMX).
 //!
 //! ```text
-//! for each piece of K whose sums fit their buffer
-//!     ask for the lines that come next
-//!     the unit: for each span of columns that share a scale: 2 x 2 tiles of sums of 32 rows x 32 outputs, written to the buffer
+//! for each piece of K
+//!     the unit: 2 x 2 tiles of sums of 32 rows x 32 outputs, which begin with the totals so far and become those, while lines that come
+//!         next are asked for
+//! where columns share a scale that is not in the weights: for each piece of K whose sums fit their buffer
+//!     the unit: for each span of such columns: sums that begin with zero, written to the buffer
 //!     for each 4 rows: the totals as `tile.rs` makes them, from the sums in place of products
 //! ```
 //!
-//! A line of a panel is a row of the unit's second operand as it is, and 16 input rows are its first one. Integer sums are exact, so
-//! int8 products have the bits of VNNI. The unit sums the first and the second of each two BF16 products of 32 columns apart, then adds
-//! both to what it had; products that stream do the same there ([`Isa::dot_chains`]), so these too have the same bits for any number of rows.
+//! A line of a panel is a row of the unit's second operand as it is, and 16 input rows are its first one; both are BF16. The unit sums the
+//! first and the second of each two products of 32 columns apart, then adds both to what it had; products that stream do the same there
+//! ([`Isa::dot_chains`]), so these have the same bits for any number of rows.
+//!
+//! Integer codes are BF16 numbers here too, unpacked with their scales ([`Widened`](crate::product::Widened)): with integer products a
+//! scale would be due after a few columns, outside of the tiles, which takes longer than what the unit saves.
 
 #![allow(unsafe_code)] // kernel
 
 use kt_core::cpu::input::BLOCK;
 
-use crate::ahead::Level;
+use crate::ahead::{Later, prefetch_later};
 use crate::isa::Isa;
 use crate::layout::{LINE, PANEL};
 use crate::tile::Tile;
@@ -24,37 +29,58 @@ use crate::tile::Tile;
 pub const TILE_ROWS: usize = 16;
 /// Panels whose products a unit makes.
 pub const TILE_PANELS: usize = 2;
-/// Bytes of a tile.
-pub const TILE_BYTES: usize = TILE_ROWS * LINE;
-/// Bytes of the sums of a span of columns: four tiles, of rows 0..16 with both panels, then of rows 16..32.
-pub const SUMS_BYTES: usize = 4 * TILE_BYTES;
+/// Bytes of the sums of a span of columns, [`SUM_ROW`] of each row.
+pub const SUMS_BYTES: usize = 2 * TILE_ROWS * SUM_ROW;
+/// Bytes of the sums of a row with both panels.
+pub(crate) const SUM_ROW: usize = TILE_PANELS * LINE;
+/// Bytes of a row of a tile's numbers.
+const NUMBER: usize = 2;
+/// Columns of a step.
+const STEP: usize = LINE / NUMBER;
+/// Steps of a block.
+pub const BLOCK_STEPS: usize = BLOCK / STEP;
 /// Spans whose sums are kept at a time: two thirds of a first-level cache of 48 KiB.
 const SPANS: usize = 8;
-/// Bytes of the buffer of sums: of 256 columns with a scale for 16 there are twice as many.
-pub(crate) const SUMS_SIZE: usize = 2 * SPANS * SUMS_BYTES;
-/// Columns whose BF16 products a tile unit sums before it adds them: the two bytes of each in a row of a tile.
-pub(crate) const CHAIN: usize = LINE / 2;
+/// Bytes of the buffer of sums.
+pub(crate) const SUMS_SIZE: usize = SPANS * SUMS_BYTES;
+/// Most rows of tiles that are done together: as many as that has sums of, of a span.
+pub(crate) const MOST_ROWS: usize = SUMS_SIZE / SUM_ROW;
+/// Bytes of lines of two panels that make a piece of K. A fourth of that, which is in the first-level cache with all that passes over it, was up to a
+/// seventh slower: sums go there and back with each piece.
+pub(crate) const PIECE: usize = 64 << 10;
+/// Blocks of that.
+const PIECE_BLOCKS: usize = PIECE / (TILE_PANELS * PANEL * NUMBER * BLOCK);
+/// Blocks for which something is asked for at a time, at most: those of all tiles of rows.
+const MOST_ASKED: usize = PIECE_BLOCKS * MOST_ROWS / (2 * TILE_ROWS);
+
+/// Columns whose products a tile unit sums before it adds them.
+pub(crate) const CHAIN: usize = STEP;
 /// Rows whose totals are in registers at the same time.
 const ROWS: usize = 4;
 
-/// What a tile unit multiplies: up to 32 input rows with two panels, step by step of up to 64 bytes of a row.
+/// Lines to be asked for during a block, as many with each step of it.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct Asked {
+    /// The first one; any address will do.
+    pub at: *const u8,
+    /// Bytes from one to the next.
+    pub step: usize,
+}
+
+/// What a tile unit multiplies: tiles of up to 32 input rows of BF16 numbers with two panels, [`BLOCK_STEPS`] steps of 64 bytes of a row for each block.
 ///
-/// Step `s` of block `b` of row `r` is at `inputs + b * block_stride + r * row_stride + s * step_bytes`. The lines of a block, `step_bytes / 4`
-/// for each step, come one after the other, and `line_skip` bytes after them those of the next one; those of panel `p` begin at `lines + p *
-/// panel_stride`.
+/// Step `s` of block `b` of row `r` is at `inputs + b * block_stride + r * row_stride + s * 64`. The lines of a block, 16 for each step, come one after
+/// the other, and `line_skip` bytes after them those of the next one; those of panel `p` begin at `lines + p * panel_stride`.
 #[derive(Debug)]
 pub struct TileProduct {
-    /// BF16 numbers; else signed bytes of inputs with unsigned ones of weights, whose sums are I32.
-    pub bf16: bool,
-    /// Rows: 1 to 32.
+    /// Rows of a tile of rows: 1 to 32.
     pub rows: usize,
-    /// Bytes of a row in a step: 16, 32 or 64.
-    pub step_bytes: usize,
+    /// How many of these follow each other: inputs, sums, what they begin with, and what to ask for.
+    pub row_tiles: usize,
     /// Blocks, at least 1.
     pub blocks: usize,
-    /// Steps of a block.
-    pub steps: usize,
-    /// Steps until sums are written and begin anew; a divisor of all steps.
+    /// Steps until sums are written and begin anew with zeros; a divisor of all steps.
     pub sum_steps: usize,
     /// The first input row.
     pub inputs: *const u8,
@@ -68,11 +94,19 @@ pub struct TileProduct {
     pub line_skip: usize,
     /// See above.
     pub panel_stride: usize,
-    /// Where sums go: that of row `r`, panel `p` and span `n` are 64 bytes at
-    /// `n * SUMS_BYTES + (r / 16 * 2 + p) * TILE_BYTES + r % 16 * 64`. Absent rows are left alone.
+    /// What the first sums begin with, as `sums` are; null: zeros.
+    pub from: *const u8,
+    /// Bytes from a row of it to the next one.
+    pub from_stride: usize,
+    /// Where sums go: those of row `r`, panel `p` and span `n` are 64 bytes at `n * SUMS_BYTES + r * sums_stride + p * 64`. Absent rows are
+    /// left alone.
     pub sums: *mut u8,
-    /// Whether the first sums begin with what is there, and not with zeros.
-    pub from_sums: bool,
+    /// See `sums`.
+    pub sums_stride: usize,
+    /// What to ask for, for each block of each tile of rows.
+    pub asked: *const Asked,
+    /// How many lines with each step.
+    pub asked_lines: usize,
 }
 
 /// A unit that multiplies tiles.
@@ -83,105 +117,107 @@ pub unsafe trait TileUnit: Copy + Send + Sync + std::fmt::Debug + 'static {
     /// Multiplies.
     ///
     /// # Safety
-    /// All steps of all rows, and their lines in all panels, are readable; the sums of all spans are writable, and of the caller alone.
+    /// All steps of all rows, their lines in all panels, what sums begin with and what is to be asked for are readable; the sums of all spans are
+    /// writable, and of the caller alone.
     unsafe fn multiply(self, product: &TileProduct);
 }
 
 /// Which columns share a scale.
 pub(crate) struct Spans {
-    /// See [`TileProduct::bf16`].
-    pub bf16: bool,
-    /// Columns, up to 128; all where nothing is scaled in between.
+    /// So many, up to 128; none where nothing is scaled in between.
     pub columns: Option<usize>,
     /// Bytes of the scales of a group.
     pub record: usize,
-    /// Blocks that pieces of K are multiples of.
-    pub blocks: usize,
+    /// Whether totals are multiplied with the scales of outputs in the end.
+    pub outputs: bool,
 }
 
-/// Runs a tile of up to 32 rows x 2 panels of unpacked lines. `rest` runs tiles of up to [`ROWS`] rows over the sums.
+/// Runs tiles of up to 32 rows x 2 panels of lines of BF16 numbers; one, where columns share scales. `rest` runs tiles of up to [`ROWS`] rows over the sums.
 #[inline(always)]
 pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, spans: Spans, rest: impl Fn(usize, Tile<'_>)) {
     // Bytes of a block in a row, and in the lines of a panel.
-    let row_bytes = if spans.bf16 { BLOCK * 2 } else { BLOCK };
+    let row_bytes = BLOCK * NUMBER;
     let line_bytes = row_bytes * PANEL;
     let sums_of_block = spans.columns.map_or(0, |columns| BLOCK / columns);
-    let most = SPANS.checked_div(sums_of_block).unwrap_or(tile.blocks).max(spans.blocks);
-    assert!(most * sums_of_block * SUMS_BYTES <= SUMS_SIZE);
-    let step_bytes = spans.columns.map_or(LINE, |columns| (columns * row_bytes / BLOCK).min(LINE));
-    let steps = row_bytes / step_bytes;
+    let (row_tiles, all_rows) = (tile.row_tiles, tile.row_tiles * rows);
+    let most = SPANS.checked_div(sums_of_block).unwrap_or(MOST_ASKED / row_tiles);
     let row_stride = tile.row_bytes;
-    assert!(tile.row_tiles == 1 && rows > 0 && rows <= 2 * TILE_ROWS && tile.sums.len() == SUMS_SIZE);
-    assert!(row_stride >= row_bytes);
+    assert!(rows > 0 && rows <= 2 * TILE_ROWS && all_rows <= MOST_ROWS && most > 0 && tile.sums.len() == SUMS_SIZE);
+    assert!(spans.columns.is_none() || row_tiles == 1);
+    assert!(row_stride >= row_bytes && (tile.unit == 1 || tile.line_skip == 0));
     let end = tile.lines_before(tile.blocks - 1, line_bytes) + line_bytes;
     assert!(tile.weights[0].len() >= (TILE_PANELS - 1) * tile.weight_stride + end);
-    assert!(tile.inputs.len() >= (tile.blocks - 1) * tile.input_stride + rows * row_stride);
+    assert!(tile.inputs.len() >= (tile.blocks - 1) * tile.input_stride + all_rows * row_stride);
+    assert!(tile.out.len() >= (all_rows - 1) * tile.out_stride + tile.width);
     let sums = std::mem::take(&mut tile.sums);
+    // Totals that the unit can begin with, and leave, where they belong.
+    let in_place = spans.columns.is_none() && tile.width == TILE_PANELS * PANEL;
     let mut start = 0;
     while start < tile.blocks {
-        let mut blocks = most.min(tile.blocks - start);
-        if tile.line_skip > 0 && tile.unit > 1 {
-            // No more than are one after the other.
-            blocks = blocks.min(tile.unit - (tile.first_block + start) % tile.unit);
-        }
-        for _ in 0..blocks {
-            tile.later.ask(Level::Second);
-        }
-        let from_sums = spans.columns.is_none() && tile.first_block > 0;
-        if from_sums {
-            for r in 0..rows {
-                for p in 0..TILE_PANELS {
-                    let left = tile.width.saturating_sub(p * PANEL).min(PANEL);
-                    let at = r * tile.out_stride + p * PANEL;
-                    let totals = if left > 0 { &tile.out[at..][..left] } else { &[] };
-                    let at = (r / TILE_ROWS * 2 + p) * TILE_BYTES + r % TILE_ROWS * LINE;
-                    for (sum, total) in sums[at..].chunks_exact_mut(4).zip(totals) {
-                        sum.copy_from_slice(&total.to_le_bytes());
+        let blocks = most.min(tile.blocks - start);
+        let (asked, asked_lines) = asked(tile.later, row_tiles * blocks);
+        let (mut from, mut from_stride) = (std::ptr::null(), 0);
+        if spans.columns.is_none() && tile.first_block + start > 0 {
+            if in_place {
+                (from, from_stride) = (tile.out.as_ptr().cast::<u8>(), tile.out_stride * 4);
+            } else {
+                for (r, sums) in sums.chunks_exact_mut(SUM_ROW).enumerate().take(all_rows) {
+                    let totals = &tile.out[r * tile.out_stride..][..tile.width];
+                    for (sum, total) in sums.as_chunks_mut::<4>().0.iter_mut().zip(totals) {
+                        *sum = total.to_le_bytes();
                     }
                 }
+                (from, from_stride) = (sums.as_ptr(), SUM_ROW);
             }
         }
-        let inputs = &tile.inputs[start * tile.input_stride..];
+        let last = tile.last && start + blocks == tile.blocks;
+        let done_in_place = in_place && !(last && spans.outputs);
+        let (to, sums_stride) = if done_in_place {
+            (tile.out.as_mut_ptr().cast::<u8>(), tile.out_stride * 4)
+        } else {
+            (sums.as_mut_ptr(), SUM_ROW)
+        };
         let product = TileProduct {
-            bf16: spans.bf16,
             rows,
-            step_bytes,
+            row_tiles,
             blocks,
-            steps,
-            sum_steps: steps.checked_div(sums_of_block).unwrap_or(blocks * steps),
-            inputs: inputs.as_ptr(),
+            sum_steps: BLOCK_STEPS.checked_div(sums_of_block).unwrap_or(blocks * BLOCK_STEPS),
+            inputs: tile.inputs[start * tile.input_stride..].as_ptr(),
             row_stride,
             block_stride: tile.input_stride,
             lines: tile.weights[0][tile.lines_before(start, line_bytes)..].as_ptr(),
-            line_skip: if tile.unit > 1 { 0 } else { tile.line_skip },
+            line_skip: tile.line_skip,
             panel_stride: tile.weight_stride,
-            sums: sums.as_mut_ptr(),
-            from_sums,
+            from,
+            from_stride,
+            sums: to,
+            sums_stride,
+            asked: asked.as_ptr(),
+            asked_lines,
         };
-        // SAFETY: the asserts above saw all blocks of all rows and of the lines of all panels; `most` blocks have as many sums as fit.
+        // SAFETY: the asserts above saw all blocks of all rows and of the lines of all panels, and the totals of all rows, whole ones where they
+        // are in place; `most` blocks have as many sums as fit, and are as many as are asked for.
         unsafe { isa.multiply_tiles(&product) };
+        if done_in_place {
+            start += blocks;
+            continue;
+        }
 
-        // The records of groups that end before this piece of K, and what the group it begins in has left.
-        let columns = start * BLOCK;
-        let (records, left) = match columns.checked_sub(tile.group_left) {
-            None => (0, tile.group_left - columns),
-            Some(beyond) => (beyond / tile.group + 1, tile.group - beyond % tile.group),
-        };
         let mut done = 0;
-        while done < rows {
-            let now = ROWS.min(rows - done);
-            let at = done / TILE_ROWS * 2 * TILE_BYTES + done % TILE_ROWS * LINE;
+        while done < all_rows {
+            let now = ROWS.min(all_rows - done);
             let part = Tile {
-                weights: [&sums[at..], &[]],
-                weight_stride: TILE_BYTES,
+                weights: [&sums[done * SUM_ROW..], &[]],
+                weight_stride: LINE,
+                unit: 1,
+                row_tiles: 1,
                 line_skip: 0,
-                group_at: tile.group_at + records * spans.record + tile.units_before(start) * tile.record_skip,
-                group_left: left,
+                group_at: tile.group_at + start * (sums_of_block * spans.record + tile.record_skip),
                 first_block: tile.first_block + start,
-                inputs: &inputs[done * row_stride..],
+                inputs: &tile.inputs[start * tile.input_stride..][done * row_stride..],
                 blocks,
                 out: &mut tile.out[done * tile.out_stride..],
-                last: tile.last && start + blocks == tile.blocks,
+                last,
                 sums: &mut [],
                 ..tile
             };
@@ -190,4 +226,23 @@ pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, spans: Spa
         }
         start += blocks;
     }
+}
+
+/// What of `later` is to be asked for with each of so many blocks, and how many lines with each step. What does not go into that is asked for now.
+#[inline(always)]
+fn asked(later: &Later, blocks: usize) -> ([Asked; MOST_ASKED], usize) {
+    let each = later.each().div_ceil(BLOCK_STEPS);
+    let mut asked = [Asked { at: std::ptr::null(), step: 0 }; MOST_ASKED];
+    for asked in &mut asked[..blocks] {
+        let mut left = each * BLOCK_STEPS;
+        while let Some((at, lines, step)) = later.take(left) {
+            if asked.step == 0 {
+                *asked = Asked { at, step };
+            } else {
+                (0..lines).for_each(|line| prefetch_later(at.wrapping_add(line * step)));
+            }
+            left -= lines;
+        }
+    }
+    (asked, each)
 }

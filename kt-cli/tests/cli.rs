@@ -182,20 +182,14 @@ fn doctor_says_from_how_many_rows_on_amx_tiles_are_used() {
         (line["state"].as_str().unwrap().to_owned(), line["text"].as_str().unwrap().to_owned())
     };
     let (state, says) = line();
-    assert!(state == "OK" && says.contains("int8=12 groups=never bf16=5") && says.contains("the default"), "{says}");
-    let of = kt::amx::Crossover { int8: 17, groups: 60, bf16: 31 };
+    assert!(state == "OK" && says.contains("many=32 bf16=5") && says.contains("the default"), "{says}");
+    let of = kt::amx::Crossover { many: 60, bf16: 31 };
     kt_cli::crossover::write(&file, &kt_cli::system::System::here(), of).unwrap();
     let (state, says) = line();
-    assert!(
-        state == "OK" && says.contains("int8=17 groups=60 bf16=31") && says.contains(file.to_str().unwrap()),
-        "{says}"
-    );
-    std::fs::write(&file, "int8=1 bf16=1").unwrap();
+    assert!(state == "OK" && says.contains("many=60 bf16=31") && says.contains(file.to_str().unwrap()), "{says}");
+    std::fs::write(&file, "many=1 bf16=1").unwrap();
     let (state, says) = line();
-    assert!(
-        state == "WARN" && says.contains("in place of 3") && says.contains("int8=12 groups=never bf16=5"),
-        "{says}"
-    );
+    assert!(state == "WARN" && says.contains("in place of 3") && says.contains("many=32 bf16=5"), "{says}");
     std::fs::remove_dir_all(&dir).unwrap();
 }
 

@@ -229,6 +229,12 @@ pub trait Backend: Send + Sync {
         None
     }
 
+    /// This backend, of its name, with numbers for a token that do not depend on what else is in a call, where it has a faster way for calls of many
+    /// tokens that rounds otherwise. `None` for backends that have no such choice.
+    fn invariant(&self) -> Option<Arc<dyn Backend>> {
+        None
+    }
+
     /// Loads the given experts of a layer, packing them as its kernels want; expert `experts[i]` becomes local expert `i`.
     ///
     /// # Errors

@@ -50,6 +50,7 @@ pub struct RuntimeBuilder {
     backend: Option<String>,
     max_tier: Tier,
     in_place: bool,
+    batch_invariant: bool,
     memory_limit: Option<u64>,
     packed_cache: Option<PathBuf>,
     pass_tokens: usize,
@@ -69,6 +70,7 @@ impl RuntimeBuilder {
             backend: None,
             max_tier: Tier::Amx,
             in_place: false,
+            batch_invariant: false,
             memory_limit: None,
             packed_cache: None,
             pass_tokens: 1024,
@@ -134,6 +136,13 @@ impl RuntimeBuilder {
         self
     }
 
+    /// Gives a token the same numbers, bit for bit, whatever else is in a call. Without this, a backend may have a faster way for calls of many tokens
+    /// that rounds otherwise: amx has one from 32 rows on, on average over the experts of a layer; the other ones built in have none for the CPU.
+    pub fn batch_invariant(mut self, batch_invariant: bool) -> Self {
+        self.batch_invariant = batch_invariant;
+        self
+    }
+
     /// Memory that loading may take, in place of what the system says is available.
     pub fn memory_limit(mut self, bytes: u64) -> Self {
         self.memory_limit = Some(bytes);
@@ -175,6 +184,13 @@ impl RuntimeBuilder {
         #[cfg(feature = "plugins")]
         candidates.extend(crate::plugin::candidates(&self.plugins[0], &self.plugins[1], self.max_tier)?);
         candidates.extend((self.registry)(self.max_tier).into_iter().filter(|c| !own.contains(&c.name)));
+        if self.batch_invariant {
+            for backend in candidates.iter_mut().filter_map(|c| c.backend.as_mut().ok()) {
+                if let Some(invariant) = backend.invariant() {
+                    *backend = invariant;
+                }
+            }
+        }
         if let Some(name) = &self.backend {
             let known: Vec<_> = candidates.iter().map(|c| c.name.clone()).collect();
             // A device's backend has the experts; whatever else there is to compute, others do.
@@ -631,12 +647,12 @@ impl Runtime {
                 (false, _) => read + one_copy,
             };
             all.load_bytes_per_thread = all.load_bytes_per_thread.max(loading);
-            // Packed inputs, the call's f32 output, and sums of a quarter of it at most, as threads have four tiles each; per row of a tile, two
+            // Packed inputs, the call's f32 output, and sums for it; per row of a tile, two
             // tiles of 256 outputs, the sums of two rows of them, and the gathered inputs; the down products of few tokens, and what a thread has for
             // down's inputs that does an expert whole.
             let input = fit.inputs[0].bytes(1, layer.hidden) as u64;
             let [token, row, kept, made] = &mut all.scratch_bytes_per_token;
-            *token = (*token).max(fit.scratch_bytes_per_token + (4 + 1) * layer.hidden as u64);
+            *token = (*token).max(fit.scratch_bytes_per_token + 2 * 4 * layer.hidden as u64);
             *row = (*row).max(4 * 256 * 4 + 2 * input);
             *kept = (*kept).max((layer.top_k * layer.hidden * 4) as u64);
             *made = (*made).max(fit.inputs[1].bytes(1, layer.intermediate) as u64);

@@ -1,4 +1,4 @@
-//! The CPU flow with a kernel that breaks: tasks that wait for others are not left waiting.
+//! The CPU flow with a kernel that breaks, so that tasks which wait for others are not left waiting; and with one that has another for many rows.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -6,14 +6,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kt_core::cpu::CpuBackend;
-use kt_core::cpu::input::Inputs;
+use kt_core::cpu::input::{InputLayout, Inputs};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
 use kt_core::cpu::portable::Portable;
 use kt_core::cpu::team::Team;
+use kt_core::cpu::tier::Tier;
 use kt_core::cpu::topology::Topology;
 use kt_core::source::synthetic::SyntheticSource;
 use kt_core::testing::{Products, Random};
-use kt_core::{Batch, Candidate, Error, Experts, Format, RuntimeBuilder};
+use kt_core::{Batch, Candidate, Error, Experts, Format, Matrix, RuntimeBuilder, Unsupported};
 
 /// Unlike all others, so that products of gate and up are told from those of down.
 const INTERMEDIATE: usize = 640;
@@ -75,5 +76,79 @@ struct Finally<F: FnMut()>(F);
 impl<F: FnMut()> Drop for Finally<F> {
     fn drop(&mut self) {
         (self.0)();
+    }
+}
+
+/// [`Portable`] for few rows; for three and more its products are twice as large.
+#[derive(Clone, Copy)]
+struct Twofold {
+    many: Option<usize>,
+    times: f32,
+}
+
+impl Kernel for Twofold {
+    fn tier(self) -> Tier {
+        Portable.tier()
+    }
+
+    fn accepts(self, format: Format, rows: usize, cols: usize) -> Result<(InputLayout, &'static str), Unsupported> {
+        Portable.accepts(format, rows, cols)
+    }
+
+    fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize> {
+        Portable.packed_bytes(format, rows, cols)
+    }
+
+    fn for_many(self) -> Option<(usize, Self)> {
+        Some((self.many?, Twofold { times: 2.0, ..self }))
+    }
+
+    fn invariant(self) -> Self {
+        Twofold { many: None, ..self }
+    }
+
+    fn layout_version(self) -> u32 {
+        Portable.layout_version()
+    }
+
+    fn pack(self, matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
+        Portable.pack(matrix, rows, out);
+    }
+
+    fn product(self, outputs: Outputs<'_>, x: Inputs<'_>, rows: Range<usize>, out: &mut [f32], scratch: &mut Scratch) {
+        let twofold = outputs.of.rows() == HIDDEN;
+        Portable.product(outputs, x, rows, out, scratch);
+        if twofold {
+            out.iter_mut().for_each(|v| *v *= self.times);
+        }
+    }
+}
+
+#[test]
+fn calls_of_many_rows_have_their_own_kernel_unless_numbers_are_not_to_depend_on_it() {
+    let source = SyntheticSource::builder().hidden(HIDDEN).intermediate(INTERMEDIATE).experts(4).top_k(2).layers(1);
+    let source = source.format(Format::Bf16).seed(3).build().unwrap();
+    let mut random = Random(4);
+    let input: Vec<f32> = (0..7 * HIDDEN).map(|_| random.normal()).collect();
+    let candidates =
+        |_| vec![Candidate::new("twofold", Ok(CpuBackend::new("twofold", Twofold { many: Some(3), times: 1.0 })))];
+    for batch_invariant in [false, true] {
+        let runtime = RuntimeBuilder::new(candidates).threads(1).batch_invariant(batch_invariant).build().unwrap();
+        let experts = runtime.load(&source).unwrap();
+        let forward = |tokens: usize| {
+            let ids = [0, 1].repeat(tokens);
+            let weights = vec![0.5; 2 * tokens];
+            let mut batch = Batch::new(tokens, input[..tokens * HIDDEN].to_vec(), ids, weights).unwrap();
+            experts.layer(0).unwrap().forward(&mut batch).unwrap();
+            batch.into_output()
+        };
+        let (few, many) = (forward(5), forward(6));
+        // Two experts of a token over four experts: five tokens are two rows for each, six are three.
+        let times = if batch_invariant { 1.0 } else { 2.0 };
+        for (few, many) in few.iter().zip(&many) {
+            assert_eq!(few * times, *many, "batch_invariant: {batch_invariant}");
+        }
+        assert_eq!(forward(1)[..], few[..HIDDEN]);
+        assert_eq!(forward(7)[..6 * HIDDEN], many[..]);
     }
 }

@@ -148,7 +148,7 @@ impl Kernel for Llamafile {
         out: &mut [f32],
         scratch: &mut Scratch,
     ) {
-        self.avx.run(OfBlocks(Product { outputs, inputs, rows, out, scratch }));
+        self.avx.run(OfBlocks(Product { outputs, inputs, rows, out, scratch, zero: 0 }));
     }
 }
 

@@ -30,7 +30,7 @@ pub const MAGIC: u64 = u64::from_le_bytes(*b"kt-plugi");
 /// Versions with another major number cannot talk to each other.
 pub const MAJOR: u32 = 1;
 /// Rises when a table grows.
-pub const MINOR: u32 = 2;
+pub const MINOR: u32 = 3;
 /// Bytes of the table of version 1.0: none has fewer.
 pub const FIRST_TABLE_BYTES: usize = core::mem::offset_of!(Table, device);
 
@@ -216,6 +216,9 @@ pub struct Table {
     /// Since 1.2. The same backend for who has little memory, as a backend of its own that is ended like others: it uses weights in place
     /// wherever it can. Null where there is no such choice.
     pub in_place: Option<unsafe extern "C" fn(Backend, *mut Backend, *mut Message) -> u32>,
+    /// Since 1.3. The same backend with numbers for a token that do not depend on what else is in a call, as a backend of its own that is ended like
+    /// others. Null where they never do.
+    pub invariant: Option<unsafe extern "C" fn(Backend, *mut Backend, *mut Message) -> u32>,
 }
 
 /// A device whose own memory holds experts.

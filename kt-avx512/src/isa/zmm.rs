@@ -650,16 +650,18 @@ unsafe impl Isa for Vbmi {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tiled<U> {
     unit: U,
-    stream_rows: usize,
+    /// None where all weights are BF16 numbers.
+    stream_rows: Option<usize>,
 }
 
 impl<U: TileUnit> Tiled<U> {
-    /// Of a CPU with the instructions of tier `avx512bf16`: bf16 products of up to `rows` rows stream, 8 at most.
+    /// Of a CPU with the instructions of tier `avx512bf16`: bf16 products of up to `rows` rows stream, 8 at most. None do, and weights are BF16
+    /// numbers times their scales, if that is `None`.
     ///
     /// # Safety
     /// The CPU must have them.
-    pub(crate) unsafe fn new(unit: U, rows: usize) -> Self {
-        Tiled { unit, stream_rows: rows.min(stream_rows(true)) }
+    pub(crate) unsafe fn new(unit: U, rows: Option<usize>) -> Self {
+        Tiled { unit, stream_rows: rows.map(|rows| rows.min(stream_rows(true))) }
     }
 }
 
@@ -702,7 +704,12 @@ unsafe impl<U: TileUnit> Isa for Tiled<U> {
 
     #[inline(always)]
     fn stream_rows(self) -> usize {
-        self.stream_rows
+        self.stream_rows.unwrap_or(0)
+    }
+
+    #[inline(always)]
+    fn widens(self) -> bool {
+        self.stream_rows.is_none()
     }
 
     #[inline(always)]
@@ -721,6 +728,19 @@ unsafe impl<U: TileUnit> Isa for Tiled<U> {
         fn end_chains(self, sum: __m512, chains: [__m512; 2]) -> __m512 {
             flush(_mm512_add_ps(sum, flush(_mm512_add_ps(chains[0], chains[1]))))
         }
+        // By integers, which go on more ports than `vcvtne2ps2bf16` and a permutation: measured 7 % faster, with all around it.
+        fn bf16_pairs(self, first: __m512, second: __m512) -> __m512i {{
+            let rounded = |v| _mm512_add_epi32(_mm512_castps_si512(v), _mm512_set1_epi32(0x8000));
+            // Bits of the second where those of the mask are set, else of the first.
+            const CHOOSE: i32 = 0xca;
+            let first = _mm512_srli_epi32::<16>(rounded(first));
+            _mm512_ternarylogic_epi32::<CHOOSE>(_mm512_set1_epi32(SECOND), rounded(second), first)
+        }}
+        fn plain_nan(self, v: __m512) -> __m512 {{
+            // For each kind of number, from the lowest bits on: NaN of both kinds become the default one, others stay.
+            const KINDS: i32 = 0x1111_1133;
+            _mm512_fixupimm_ps::<0>(v, v, _mm512_set1_epi32(KINDS))
+        }}
     }
 }
 

@@ -3,8 +3,13 @@
 //! ```text
 //! region   run 1   tokens                        round and pack the input row of each token, once per layer
 //!          run 2   (expert, rows) x outputs      gate and up products, biases, activation; pack into the down input
-//!          run 3   outputs of down               for each expert, in order: output += weight * (down product + bias)
+//!          run 3   outputs of down               for each expert, in order: sums += weight * (down product + bias)
+//!          run 4   tokens                        output += sums
 //! ```
+//!
+//! Sums of some outputs of all tokens lie side by side: rows of the output are often a power of two apart, so that many of them share a few places of a
+//! cache. Where its memory is new, moreover, all threads met at each of its pages: to add a few numbers to each row took an eighth of a call of 1024 tokens
+//! then (16 threads of an Emerald Rapids Xeon), and takes half a percent by tokens.
 //!
 //! Of few tokens, down products are tasks of run 2 as well, and run 3 only adds them. Most experts are done whole by one thread: gate, up and down lie
 //! one after the other, and are then read as one stream. The last ones are cut, gate and up as said, then down: a task of down waits for those
@@ -54,8 +59,10 @@ const NARROW: Width = Width { most: 256, each: 4 };
 /// many outputs.
 const NARROW_TOKENS: usize = 512;
 
-/// How many rows before a row of the output is added to, it is asked for: each is somewhere else in memory.
+/// How many rows before sums are added to, they are asked for: each is somewhere else in memory.
 const ADDED_AHEAD: usize = 4;
+/// Tokens of a task of run 4.
+const ADDED_TOKENS: usize = 16;
 
 /// How wide tiles of the output of `tokens` are.
 fn width(tokens: usize) -> Width {
@@ -366,19 +373,26 @@ impl<K: Kernel> CpuBackend<K> {
             let parts: Vec<&[u8]> = parts.iter().map(|part| &part[..]).collect();
             cache.save(&key, &parts);
         }
-        let layouts = self.probe(layer)?.inputs;
-        let (up_layout, _) = self.kernel.accepts(layer.format(Proj::Up), layer.intermediate, layer.hidden)?;
-        Ok(BankInner {
+        let few = BankInner {
             name: self.name,
             layer: layer.clone(),
             kernel: self.kernel,
             team: context.team.clone(),
-            layouts: [layouts[0], up_layout, layouts[1]],
+            layouts: layouts(self.kernel, layer)?,
             experts: bank,
             nodes,
             packed_bytes,
             residence,
-        })
+            many: None,
+        };
+        let many = match self.kernel.for_many() {
+            Some((rows, kernel)) => {
+                let many = BankInner { kernel, layouts: layouts(kernel, layer)?, ..few.clone() };
+                Some((rows, Arc::new(many)))
+            }
+            None => None,
+        };
+        Ok(BankInner { many, ..few })
     }
 }
 
@@ -389,7 +403,7 @@ impl<K: Kernel> Backend for CpuBackend<K> {
 
     fn probe(&self, layer: &LayerSpec) -> Result<Fit, Unsupported> {
         let (mut packed, mut mapped) = (0u64, 0u64);
-        let mut layouts = [InputLayout::F32; 3];
+        let layouts_of_few = layouts(self.kernel, layer)?;
         let mut hows: Vec<String> = Vec::new();
         let mut say = |how: String| {
             if !hows.contains(&how) {
@@ -399,20 +413,22 @@ impl<K: Kernel> Backend for CpuBackend<K> {
         for proj in Proj::ALL {
             let (rows, cols) = layer.shape(proj);
             let format = layer.format(proj);
-            let (layout, how) = self.kernel.accepts(format, rows, cols)?;
-            layouts[proj.index()] = layout;
+            let (_, how) = self.kernel.accepts(format, rows, cols)?;
             say(how.into());
             match self.kernel.packed_bytes(format, rows, cols) {
                 Some(bytes) => packed += bytes as u64,
                 None => mapped += format.stored_bytes(rows, cols),
             }
         }
-        layouts.iter().for_each(|layout| say(layout.to_string()));
+        layouts_of_few.iter().for_each(|layout| say(layout.to_string()));
         let per_row = |layout: InputLayout, cols| layout.bytes(1, cols) as u64;
-        let mut scratch =
-            per_row(layouts[0], layer.hidden) + per_row(layouts[2], layer.intermediate) * layer.top_k as u64;
-        if layouts[1] != layouts[0] {
-            scratch += per_row(layouts[1], layer.hidden);
+        let scratch = |[gate, up, down]: [InputLayout; 3]| {
+            let up = if up == gate { 0 } else { per_row(up, layer.hidden) };
+            per_row(gate, layer.hidden) + up + per_row(down, layer.intermediate) * layer.top_k as u64
+        };
+        let mut scratch_bytes_per_token = scratch(layouts_of_few);
+        if let Some((_, kernel)) = self.kernel.for_many() {
+            scratch_bytes_per_token = scratch_bytes_per_token.max(scratch(layouts(kernel, layer)?));
         }
         Ok(Fit {
             rank: self.kernel.rank(),
@@ -420,13 +436,18 @@ impl<K: Kernel> Backend for CpuBackend<K> {
             how: hows.join("; "),
             packed_bytes: packed * layer.experts as u64,
             mapped_bytes: mapped * layer.experts as u64,
-            scratch_bytes_per_token: scratch,
-            inputs: [layouts[0], layouts[2]],
+            scratch_bytes_per_token,
+            inputs: [layouts_of_few[0], layouts_of_few[2]],
         })
     }
 
     fn in_place(&self) -> Option<Arc<dyn Backend>> {
         Some(Arc::new(CpuBackend::new(self.name, self.kernel.in_place())))
+    }
+
+    fn invariant(&self) -> Option<Arc<dyn Backend>> {
+        self.kernel.for_many()?;
+        Some(Arc::new(CpuBackend::new(self.name, self.kernel.invariant())))
     }
 
     fn load(
@@ -604,6 +625,17 @@ struct BankInner<K> {
     nodes: Vec<usize>,
     packed_bytes: u64,
     residence: Vec<Residence>,
+    /// From how many rows of an expert on, on average, the same experts have another kernel, and they with it.
+    many: Option<(usize, Arc<BankInner<K>>)>,
+}
+
+/// The inputs of gate, up and down.
+fn layouts<K: Kernel>(kernel: K, layer: &LayerSpec) -> Result<[InputLayout; 3], Unsupported> {
+    let of = |proj: Proj| {
+        let (rows, cols) = layer.shape(proj);
+        kernel.accepts(layer.format(proj), rows, cols).map(|(layout, _)| layout)
+    };
+    Ok([of(Proj::Gate)?, of(Proj::Up)?, of(Proj::Down)?])
 }
 
 struct CpuBank<K> {
@@ -623,17 +655,23 @@ impl<K: Kernel> ExpertBank for CpuBank<K> {
     fn submit(&self, work: Work) -> Pending<Work> {
         let inner = self.now();
         let (team, name, layer) = (inner.team.clone(), inner.name, inner.layer.index);
-        team.spawn(name, layer, move || Ok(inner.run(work)))
+        team.spawn(name, layer, move || Ok(inner.of_call(work.tokens).run(work)))
     }
 
     fn run(&self, work: Work) -> Result<Work> {
         let inner = self.now();
-        contain(inner.name, inner.layer.index, || inner.run(work))
+        contain(inner.name, inner.layer.index, || inner.of_call(work.tokens).run(work))
     }
 
     fn reserve(&self, tokens: usize, top_k: usize) -> Result<()> {
         let inner = self.now();
-        contain(inner.name, inner.layer.index, || inner.reserve(tokens, top_k))
+        contain(inner.name, inner.layer.index, || {
+            inner.reserve(tokens, top_k);
+            if inner.is_for_many(tokens) {
+                // Those before are for calls of fewer.
+                inner.of_call(tokens).reserve(tokens, top_k);
+            }
+        })
     }
 
     fn packed_bytes(&self) -> u64 {
@@ -661,6 +699,9 @@ impl<K: Kernel> ExpertBank for CpuBank<K> {
             let mut now = self.now.write().unwrap_or_else(PoisonError::into_inner);
             let mut inner = (**now).clone();
             inner.experts[place] = expert;
+            if let Some((_, many)) = &mut inner.many {
+                *many = Arc::new(BankInner { experts: inner.experts.clone(), ..(**many).clone() });
+            }
             *now = Arc::new(inner);
             Ok(())
         }))
@@ -769,6 +810,20 @@ impl Part {
 }
 
 impl<K: Kernel> BankInner<K> {
+    /// Whether a call of so many tokens has the kernel for many rows.
+    fn is_for_many(&self, tokens: usize) -> bool {
+        let rows = tokens * self.layer.top_k / self.layer.experts.max(1);
+        self.many.as_ref().is_some_and(|&(most, _)| rows >= most)
+    }
+
+    /// What runs it.
+    fn of_call(&self, tokens: usize) -> &Self {
+        match &self.many {
+            Some((_, many)) if self.is_for_many(tokens) => many,
+            _ => self,
+        }
+    }
+
     fn run(&self, mut work: Work) -> Work {
         if work.rows.is_empty() {
             return work;
@@ -836,12 +891,12 @@ impl<K: Kernel> BankInner<K> {
         for (node, parts) in parts.iter_mut().enumerate() {
             before_down.push(self.list_parts(node, (chunks, whole, few), parts, &mut made));
         }
-        let y = y.floats(made.products);
+        let y = y.floats(if few { made.products } else { tokens * hidden });
         let lengths = parts.iter().flatten().filter_map(|part| match &part.job {
             Job::Down(downs) => Some(chunks[part.chunk].rows.len() * downs.outputs.len()),
             Job::GateUp(_) => None,
         });
-        let y_pieces = Pieces::within(std::mem::take(y_marks), y, lengths);
+        let y_pieces = Pieces::within(std::mem::take(y_marks), &mut y[..made.products], lengths);
         let (parts, chunks, row_tokens) = (&*parts, &*chunks, &*row_tokens);
         let h_pieces = |chunk: usize, of: Range<usize>| {
             let first = (chunk - whole) * blocks;
@@ -898,23 +953,31 @@ impl<K: Kernel> BankInner<K> {
         *marks = pieces.marks();
         *y_marks = y_pieces.marks();
 
-        let (h, y) = (&*h, &*y);
         // All tokens in one tile: cut, an expert's rows would be fewer than it has, and its weights read again.
         let outputs = self.experts.first().map_or(&[][..], |e| &e.cuts.hidden);
         columns.set(outputs, &self.nodes, 1, (K::PANEL, width(tokens)));
         tasks.clear();
         tasks.extend(columns.lanes.iter().map(Range::len));
         let columns = &*columns;
-        let grid = Grid::within(std::mem::take(marks), &mut work.output, tokens, tokens, &columns.ends);
-        region.run_lanes(tasks, |node, task, scratch| {
-            let mut tile = grid.take(0, columns.lanes[node].start + task);
-            if few {
+        if few {
+            let y = &*y;
+            let grid = Grid::within(std::mem::take(marks), &mut work.output, tokens, tokens, &columns.ends);
+            region.run_lanes(tasks, |node, task, _| {
+                let mut tile = grid.take(0, columns.lanes[node].start + task);
                 self.add_downs((chunks, &parts[node]), &work.rows, y, &mut tile);
-            } else {
-                self.down_tile(chunks, &work.rows, h, &mut tile, scratch);
-            }
-        });
-        *marks = grid.marks();
+            });
+            *marks = grid.marks();
+        } else {
+            let h = &*h;
+            let sums =
+                Pieces::within(std::mem::take(y_marks), y, columns.tiles().map(|outputs| tokens * outputs.len()));
+            region.run_lanes(tasks, |node, task, scratch| {
+                let tile = columns.lanes[node].start + task;
+                self.down_tile(chunks, &work.rows, h, (columns.tile(tile), sums.take(tile)), scratch);
+            });
+            *y_marks = sums.marks();
+            self.add_sums(&mut region, tokens, columns, y, (&mut work.output, marks));
+        }
         region.put_buffers(buffers);
         work.spent = region.spent();
         work
@@ -985,13 +1048,17 @@ impl<K: Kernel> BankInner<K> {
         }
     }
 
-    /// Run 3 of many tokens: down of all chunks, whose inputs are `h`, for a tile of the output that has all tokens.
-    fn down_tile(&self, chunks: &[Chunk], rows: &[Row], h: &[u8], tile: &mut GridTile<'_>, scratch: &mut Scratch) {
-        let (width, tokens, layout) = (tile.cols.len(), tile.rows.len(), self.layouts[Proj::Down.index()]);
-        let (mut products, mut aside) = (std::mem::take(&mut scratch.tiles[0]), std::mem::take(&mut scratch.sums));
-        // Rows of the output are often a power of two apart: many of them share a few places of a cache, and leave it before more is added.
-        // Side by side they stay.
-        let sums = aside.floats(tokens * width);
+    /// Run 3 of many tokens: down of all chunks, whose inputs are `h`, for some outputs of all tokens, whose `sums` follow each other.
+    fn down_tile(
+        &self,
+        chunks: &[Chunk],
+        rows: &[Row],
+        h: &[u8],
+        (tile, sums): (Range<usize>, &mut [f32]),
+        scratch: &mut Scratch,
+    ) {
+        let (width, layout) = (tile.len(), self.layouts[Proj::Down.index()]);
+        let mut products = std::mem::take(&mut scratch.tiles[0]);
         sums.fill(0.0);
         for (i, chunk) in chunks.iter().enumerate() {
             let expert = &self.experts[chunk.expert];
@@ -999,12 +1066,11 @@ impl<K: Kernel> BankInner<K> {
             let y = products.floats(rows.len() * width);
             let x = Inputs::new(layout, rows.len(), self.layer.intermediate, &h[chunk.h.clone()]);
             let following = chunks.get(i + 1).map(|next| &self.experts[next.expert]);
-            let next = following.map(|next| next.weights[Proj::Down.index()].at(tile.cols.start));
+            let next = following.map(|next| next.weights[Proj::Down.index()].at(tile.start));
             let next_inputs = chunks.get(i + 1).map_or(&[][..], |next| &h[next.h.clone()]);
-            let outputs =
-                Outputs { next, next_inputs, ..expert.weights[Proj::Down.index()].outputs(tile.cols.clone()) };
+            let outputs = Outputs { next, next_inputs, ..expert.weights[Proj::Down.index()].outputs(tile.clone()) };
             self.kernel.product(outputs, x, 0..rows.len(), y, scratch);
-            add_bias(y, expert.bias(Proj::Down, tile.cols.clone()));
+            add_bias(y, expert.bias(Proj::Down, tile.clone()));
             let sums_of = |row: &Row| row.token as usize * width..(row.token as usize + 1) * width;
             for (i, (row, y)) in rows.iter().zip(y.chunks_exact(width)).enumerate() {
                 if let Some(later) = rows.get(i + ADDED_AHEAD) {
@@ -1013,13 +1079,31 @@ impl<K: Kernel> BankInner<K> {
                 self.kernel.add(row.weight, y, &mut sums[sums_of(row)]);
             }
         }
-        for (token, sums) in sums.chunks_exact(width).enumerate() {
-            if token + ADDED_AHEAD < tokens {
-                prefetch(bytemuck::cast_slice(tile.row(token + ADDED_AHEAD)));
+        scratch.tiles[0] = products;
+    }
+
+    /// Run 4: adds the sums of all tiles to the output, some tokens at a time.
+    fn add_sums(
+        &self,
+        region: &mut Region<'_>,
+        tokens: usize,
+        columns: &Columns,
+        sums: &[f32],
+        (output, marks): (&mut [f32], &mut Marks),
+    ) {
+        let hidden = self.layer.hidden;
+        let lengths = (0..tokens).step_by(ADDED_TOKENS).map(|first| ADDED_TOKENS.min(tokens - first) * hidden);
+        let tasks = lengths.len();
+        let pieces = Pieces::within(std::mem::take(marks), output, lengths);
+        region.run(tasks, |task, _| {
+            for (token, output) in (task * ADDED_TOKENS..).zip(pieces.take(task).chunks_exact_mut(hidden)) {
+                for tile in columns.tiles() {
+                    let sums = &sums[tokens * tile.start..tokens * tile.end][token * tile.len()..][..tile.len()];
+                    self.kernel.add(1.0, sums, &mut output[tile]);
+                }
             }
-            self.kernel.add(1.0, sums, tile.row(token));
-        }
-        (scratch.tiles[0], scratch.sums) = (products, aside);
+        });
+        *marks = pieces.marks();
     }
 
     /// Makes room for work of `tokens` tokens with `top_k` experts each: in the team's buffers, and in the scratch of each of its threads.
@@ -1036,7 +1120,7 @@ impl<K: Kernel> BankInner<K> {
         }
         h.get(down_layout.bytes(rows, intermediate));
         let few = FEW_TOKENS.min(tokens);
-        y.floats(few * top_k * hidden);
+        y.floats((few * top_k).max(if tokens > FEW_TOKENS { tokens } else { 0 }) * hidden);
         let Lists { used, row_tokens, chunks, parts, before_down, next, tasks, columns, marks, y_marks } = lists;
         let most_chunks = self.experts.len().min(rows) + rows / ROWS;
         let blocks = most_chunks * intermediate.div_ceil(BLOCK);
@@ -1060,13 +1144,9 @@ impl<K: Kernel> BankInner<K> {
             (columns.widest(), columns.ends.len())
         };
         let (of_narrow, _) = widest(NARROW_TOKENS.min(tokens));
-        let (of_all, tiles) = widest(tokens);
-        let sums = match tokens {
-            ..=FEW_TOKENS => 0,
-            _ => (of_narrow.len() * NARROW_TOKENS.min(tokens)).max(of_all.len() * tokens),
-        };
+        let (_, tiles) = widest(tokens);
         marks.reserve(blocks.max(tokens * hidden.div_ceil(BLOCK)).max(tiles));
-        y_marks.reserve(most_downs);
+        y_marks.reserve(most_downs.max(tiles));
         region.put_buffers(buffers);
         // An expert has a token once.
         let most = tokens.min(ROWS);
@@ -1075,7 +1155,6 @@ impl<K: Kernel> BankInner<K> {
         let whole = if self.nodes.len() == 1 { few } else { 0 };
         region.each_thread(|scratch| {
             scratch.tiles.iter_mut().for_each(|t| _ = t.floats(tile));
-            scratch.sums.floats(sums);
             scratch.h.get(down_layout.bytes(whole, intermediate));
             self.reserve_scratch(most, of_narrow.clone(), scratch);
         });

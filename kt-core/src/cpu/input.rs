@@ -71,6 +71,19 @@ impl Sums {
         }
     }
 
+    /// The zero point of the weights that it is for; 0 for those with minima. Means nothing for weights whose groups have zero points.
+    pub const fn zero_point(self) -> i32 {
+        match self {
+            Sums::Scaled | Sums::PairScaled(_) => 0,
+            Sums::Times(times)
+            | Sums::Halves(times)
+            | Sums::Words(times)
+            | Sums::Pairs(times)
+            | Sums::PairHalves(times)
+            | Sums::PairWords(times) => -times,
+        }
+    }
+
     /// Whether it is of each half of a group.
     #[inline(always)]
     pub const fn in_halves(self) -> bool {

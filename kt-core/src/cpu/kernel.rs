@@ -103,8 +103,6 @@ pub struct Scratch {
     pub(crate) tiles: [super::memory::AlignedBytes; 2],
     /// For the flow: the down inputs of an expert that is done whole.
     pub(crate) h: super::memory::AlignedBytes,
-    /// For the flow: the sums of a tile of the output.
-    pub(crate) sums: super::memory::AlignedBytes,
     /// For the flow: the rows of one expert, of the inputs of gate and of up.
     pub(crate) gathered: [super::flow::Gathered; 2],
 }
@@ -152,6 +150,17 @@ pub trait Kernel: Copy + Send + Sync + 'static {
     /// The same kernel for who has little memory: what it can multiply as the checkpoint has it is not packed, even where packing makes it
     /// faster. No bit of any number differs. By default nothing changes.
     fn in_place(self) -> Self {
+        self
+    }
+
+    /// From how many rows on, on average over the experts of a layer, calls have another kernel, and which: with the same packed weights, and perhaps
+    /// other inputs. Numbers may differ between the two, as those of a token then do between calls of few and of many. By default there is none.
+    fn for_many(self) -> Option<(usize, Self)> {
+        None
+    }
+
+    /// The same without another kernel for many rows: the numbers of a token do not depend on what else is in a call. By default nothing changes.
+    fn invariant(self) -> Self {
         self
     }
 

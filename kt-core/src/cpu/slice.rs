@@ -114,10 +114,19 @@ impl Columns {
         }
     }
 
+    /// The columns of tile `i`.
+    pub fn tile(&self, i: usize) -> Range<usize> {
+        i.checked_sub(1).map_or(0, |before| self.ends[before])..self.ends[i]
+    }
+
+    /// Those of all tiles.
+    pub fn tiles(&self) -> impl Iterator<Item = Range<usize>> {
+        (0..self.ends.len()).map(|i| self.tile(i))
+    }
+
     /// The widest tile.
     pub fn widest(&self) -> Range<usize> {
-        let starts = [0].into_iter().chain(self.ends.iter().copied());
-        starts.zip(&self.ends).map(|(start, &end)| start..end).max_by_key(Range::len).unwrap_or_default()
+        self.tiles().max_by_key(Range::len).unwrap_or_default()
     }
 }
 

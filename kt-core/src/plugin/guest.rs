@@ -625,6 +625,7 @@ pub const fn table(
         probe_stream: Some(probe_stream),
         stream: Some(stream),
         in_place: Some(in_place),
+        invariant: Some(invariant),
     }
 }
 
@@ -752,10 +753,29 @@ unsafe extern "C" fn load_replaceable(
 
 unsafe extern "C" fn in_place(backend: abi::Backend, made: *mut abi::Backend, message: *mut abi::Message) -> u32 {
     // SAFETY: see above.
+    unsafe { another(backend, made, message, |backend| backend.in_place()) }
+}
+
+unsafe extern "C" fn invariant(backend: abi::Backend, made: *mut abi::Backend, message: *mut abi::Message) -> u32 {
+    // SAFETY: see above.
+    unsafe { another(backend, made, message, |backend| backend.invariant()) }
+}
+
+/// Makes a backend of another one.
+///
+/// # Safety
+/// As that of the entries.
+unsafe fn another(
+    backend: abi::Backend,
+    made: *mut abi::Backend,
+    message: *mut abi::Message,
+    of: fn(&dyn Backend) -> Option<Arc<dyn Backend>>,
+) -> u32 {
+    // SAFETY: see above.
     unsafe {
         answer(message, || {
             let guest = &*backend.cast::<Guest>();
-            made.write(match guest.backend.in_place() {
+            made.write(match of(&*guest.backend) {
                 Some(backend) => boxed(Guest { host: guest.host, backend, teams: Mutex::default() }),
                 None => std::ptr::null_mut(),
             });

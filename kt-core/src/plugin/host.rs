@@ -154,6 +154,7 @@ entries! {
     probe_stream: fn(abi::Backend, *const abi::Layer, *mut abi::Streaming, *mut abi::Message),
     stream: fn(abi::Backend, *const c_void, *const abi::Layer, *const abi::Work, *mut abi::Message),
     in_place: fn(abi::Backend, *mut abi::Backend, *mut abi::Message),
+    invariant: fn(abi::Backend, *mut abi::Backend, *mut abi::Message),
 }
 
 /// Opens a shared library and judges it by what it exports, before anything of it is called but what the system's loader calls (the
@@ -500,6 +501,24 @@ impl BackendHandle {
 struct PluginBackend(Arc<BackendHandle>);
 
 impl PluginBackend {
+    /// A backend that the plugin makes of this one, if it does.
+    fn another(
+        &self,
+        ask: unsafe extern "C" fn(abi::Backend, *mut abi::Backend, *mut abi::Message) -> u32,
+        whether: &str,
+    ) -> Option<Arc<dyn Backend>> {
+        let plugin = &self.0.plugin;
+        let mut backend = std::ptr::null_mut();
+        // SAFETY: all pointers are to locals.
+        if let Err(error) = plugin.call(0, |message| unsafe { ask(self.0.backend, &mut backend, message) }) {
+            tracing::warn!(plugin = %plugin.path.display(), "it does not say whether {whether}: {error}");
+            return None;
+        }
+        let device = self.0.device.clone();
+        (!backend.is_null())
+            .then(|| Arc::new(PluginBackend(Arc::new(BackendHandle { plugin: plugin.clone(), backend, device }))) as _)
+    }
+
     /// Asks for a fit and checks it, for weights of so many bytes.
     fn fit(
         &self,
@@ -586,17 +605,11 @@ impl Backend for PluginBackend {
     }
 
     fn in_place(&self) -> Option<Arc<dyn Backend>> {
-        let plugin = &self.0.plugin;
-        let ask = plugin.table.in_place?;
-        let mut backend = std::ptr::null_mut();
-        // SAFETY: all pointers are to locals.
-        if let Err(error) = plugin.call(0, |message| unsafe { ask(self.0.backend, &mut backend, message) }) {
-            tracing::warn!(plugin = %plugin.path.display(), "it does not say whether it can use weights in place: {error}");
-            return None;
-        }
-        let device = self.0.device.clone();
-        (!backend.is_null())
-            .then(|| Arc::new(PluginBackend(Arc::new(BackendHandle { plugin: plugin.clone(), backend, device }))) as _)
+        self.another(self.0.plugin.table.in_place?, "it can use weights in place")
+    }
+
+    fn invariant(&self) -> Option<Arc<dyn Backend>> {
+        self.another(self.0.plugin.table.invariant?, "its numbers depend on what else is in a call")
     }
 
     fn device(&self) -> Option<Device> {
