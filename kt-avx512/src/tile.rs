@@ -25,7 +25,7 @@ use crate::tiled::{CHAIN, SUM_ROW, SUMS_BYTES};
 /// What register tiles read and write that follow each other in rows: `blocks` blocks of 128 columns of it.
 pub struct Tile<'a> {
     /// The lines of the first panel, from its first block, and those that lie apart; those of panel `p` begin at `p * weight_stride`. Or the
-    /// sums of the first row, those of row `r` [`SUM_ROW`] bytes times `r` on, those of the next span of columns [`SUMS_BYTES`].
+    /// sums of the first row, those of row `r` two lines times `r` on, those of the next span of columns [`SUMS_BYTES`].
     pub weights: [&'a [u8]; 2],
     /// See `weights`.
     pub weight_stride: usize,

@@ -29,7 +29,7 @@ use crate::tile::Tile;
 pub const TILE_ROWS: usize = 16;
 /// Panels whose products a unit makes.
 pub const TILE_PANELS: usize = 2;
-/// Bytes of the sums of a span of columns, [`SUM_ROW`] of each row.
+/// Bytes of the sums of a span of columns: of up to 32 rows, two lines each.
 pub const SUMS_BYTES: usize = 2 * TILE_ROWS * SUM_ROW;
 /// Bytes of the sums of a row with both panels.
 pub(crate) const SUM_ROW: usize = TILE_PANELS * LINE;

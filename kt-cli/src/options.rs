@@ -71,6 +71,9 @@ pub struct RuntimeArgs {
     /// that find no room when they are packed.
     #[arg(long)]
     pub in_place: bool,
+    /// Give a token the same numbers whatever else is in a call, where a backend has a faster way for many tokens that rounds otherwise: amx.
+    #[arg(long)]
+    pub batch_invariant: bool,
     /// Keep packed experts in this directory: the first load writes them, later ones map them. May be deleted at any time.
     #[arg(long, value_name = "DIR")]
     pub packed_cache: Option<PathBuf>,
@@ -96,11 +99,14 @@ impl RuntimeArgs {
         if let Some(spin) = self.spin {
             team = team.spin(Duration::from_micros(spin));
         }
-        let mut builder = kt::runtime().team(team.build()?).in_place(self.in_place).huge_pages(match self.huge_pages {
-            HugePagesArg::No => HugePages::No,
-            HugePagesArg::Transparent => HugePages::Transparent,
-            HugePagesArg::Reserved => HugePages::Reserved,
-        });
+        let mut builder =
+            kt::runtime().team(team.build()?).in_place(self.in_place).batch_invariant(self.batch_invariant).huge_pages(
+                match self.huge_pages {
+                    HugePagesArg::No => HugePages::No,
+                    HugePagesArg::Transparent => HugePages::Transparent,
+                    HugePagesArg::Reserved => HugePages::Reserved,
+                },
+            );
         #[cfg(feature = "plugins")]
         for path in &self.plugin {
             builder = if path.is_dir() { builder.plugin_dir(path) } else { builder.plugin(path) };

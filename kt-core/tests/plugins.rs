@@ -113,7 +113,7 @@ fn batch(tokens: usize) -> Batch {
 /// The conformance suite, across the boundary.
 fn suite(name: &str) {
     let plugin = plugin::load(plugin(name)).unwrap();
-    assert_eq!((plugin.name(), plugin.version()), (name, (1, 2)));
+    assert_eq!((plugin.name(), plugin.version()), (name, (1, 3)));
     assert_eq!(plugin.build(), "kt-test-plugins 0.1.0");
     kt_core::testing::conformance(|tier| plugin.backend(tier));
 }
@@ -249,7 +249,7 @@ fn plugins_of_the_first_version_have_no_devices() {
     let layer = &source(Format::Bf16).layers()[0].clone();
     let why = backend.probe_stream(layer).unwrap_err().0;
     assert!(why.contains("nonsense") && why.contains("ABI 1.0") && why.contains("streaming"), "{why}");
-    assert!(backend.in_place().is_none());
+    assert!(backend.in_place().is_none() && backend.invariant().is_none());
 }
 
 #[test]
@@ -277,7 +277,28 @@ fn a_plugin_uses_weights_in_place_for_want_of_memory() {
     // Null is no such choice, and so is a failure.
     for variant in ["no_choice", "no_device"] {
         let backend = plugin::load(nonsense(variant, &[])).unwrap().backend(Tier::Amx).unwrap();
-        assert!(backend.in_place().is_none(), "{variant}");
+        assert!(backend.in_place().is_none() && backend.invariant().is_none(), "{variant}");
+    }
+}
+
+#[test]
+fn a_plugin_leaves_its_kernel_for_many_rows_where_numbers_are_not_to_depend_on_their_number() {
+    let source = source(Format::Bf16);
+    for batch_invariant in [false, true] {
+        let builder = RuntimeBuilder::new(none).plugin(plugin("decoded")).threads(2).pass_tokens(4096);
+        let runtime = builder.batch_invariant(batch_invariant).build().unwrap();
+        let experts = runtime.load(&source).unwrap();
+        let run = |tokens: usize| {
+            let input: Vec<f32> = (0..tokens * 128).map(|i| (i % 19) as f32 - 9.0).collect();
+            let mut batch = Batch::new(tokens, input, [1, 4].repeat(tokens), vec![0.5; 2 * tokens]).unwrap();
+            experts.layer(0).unwrap().forward(&mut batch).unwrap();
+            batch.into_output()
+        };
+        // Of five experts a token has two. That plugin gives zeros from 400 rows of each on.
+        let (few, many) = (run(999), run(1000));
+        assert!(few.iter().any(|&v| v != 0.0));
+        assert_eq!(many.iter().all(|&v| v == 0.0), !batch_invariant);
+        assert!(!batch_invariant || many.starts_with(&few));
     }
 }
 
@@ -378,7 +399,7 @@ fn what_is_no_plugin_is_refused_with_path_wanted_and_found() {
     let (why, text) = refusal(&nonsense("magic", &[]));
     assert!(matches!(why, Why::NotAPlugin { found: 7 }), "{text}");
     let (why, text) = refusal(&nonsense("major", &[]));
-    assert!(matches!(why, Why::Version { major: 2, minor: 3 }) && text.contains("1.x, found 2.3"), "{text}");
+    assert!(matches!(why, Why::Version { major: 2, minor: 4 }) && text.contains("1.x, found 2.4"), "{text}");
     let (why, text) = refusal(&nonsense("small", &[]));
     assert!(matches!(why, Why::SmallTable { found: 24 }) && text.contains("24"), "{text}");
     let (why, text) = refusal(&nonsense("abort", &["-Cpanic=abort"]));
@@ -390,7 +411,7 @@ fn what_is_no_plugin_is_refused_with_path_wanted_and_found() {
         assert!(matches!(why, Why::Nonsense(_)) && text.contains("wanted") && text.contains("found"), "{text}");
     }
     // Another minor is no reason.
-    assert_eq!(plugin::load(nonsense("minor", &[])).unwrap().version(), (1, 3));
+    assert_eq!(plugin::load(nonsense("minor", &[])).unwrap().version(), (1, 4));
 
     // A builder says the same, as an error.
     let error = RuntimeBuilder::new(linked).plugin(&text_file).build().err().unwrap();
@@ -467,6 +488,8 @@ fn two_of_one_name() {
 
     // In a directory the first by path counts; the others, and what is no plugin, decline with the reason.
     let dir = work_dir().join("several");
+    // An earlier run may have left its own.
+    _ = std::fs::remove_dir_all(&dir);
     std::fs::create_dir_all(&dir).unwrap();
     std::fs::copy(&one, dir.join("a.so")).unwrap();
     std::fs::copy(&other, dir.join("b.so")).unwrap();

@@ -15,7 +15,7 @@ pub static KT_PLUGIN: Handshake = Handshake {
     magic: if cfg!(variant = "magic") { 7 } else { MAGIC },
     major: if cfg!(variant = "major") { 2 } else { MAJOR },
     minor: if cfg!(variant = "major") || cfg!(variant = "minor") {
-        3
+        MINOR + 1
     } else if cfg!(variant = "first") {
         0
     } else {
@@ -65,6 +65,7 @@ static TABLE: Table = Table {
     probe_stream: Some(probe_stream),
     stream: None,
     in_place: Some(in_place),
+    invariant: Some(in_place),
 };
 
 /// A device, where `bad_device` is the variant: with more bytes free than it has. Elsewhere none; for `first`, nobody may ask.
