@@ -20,7 +20,7 @@ mod check {
     pub fn run() -> Result<(), String> {
         let kernel = Amx::detect(Tier::Amx).map_err(|why| why.0)?;
         println!("check: AMX is there and granted");
-        let few = |bf16| kernel.with_crossover(Crossover { many: usize::MAX, bf16 });
+        let few = |rows| kernel.with_crossover(Crossover { int8: rows, many: usize::MAX, bf16: rows });
         for format in [Format::Bf16, Format::Fp8Channel, Format::Fp8Block, Format::Mxfp8] {
             let on_tiles = product(few(1), format, ROWS)?.0;
             let streamed = product(few(usize::MAX), format, 8)?.0;
@@ -34,7 +34,7 @@ mod check {
         for format in [
             Format::Int4(Group::Of(32)),
             Format::Int4Asym(Group::Of(32)),
-            Format::Int8(Group::Row),
+            Format::Int8(Group::Of(32)),
             Format::Mxfp4,
             Format::Fp8Block,
         ] {
@@ -51,7 +51,7 @@ mod check {
     /// Layers of formats that are packed by one kernel and by the other, as a thread alone goes from one matrix to the next.
     fn mixed(kernel: Amx) -> Result<(), String> {
         let text = |e: kt_core::Error| e.to_string();
-        let few = Crossover { many: usize::MAX, bf16: usize::MAX };
+        let few = Crossover { int8: usize::MAX, many: usize::MAX, bf16: usize::MAX };
         let portable = |_| vec![Candidate::new("portable", Ok(CpuBackend::new("portable", Portable)))];
         let builder = || RuntimeBuilder::new(portable).threads(1);
         for formats in [

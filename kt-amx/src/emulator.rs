@@ -8,10 +8,10 @@
 use std::cell::UnsafeCell;
 use std::sync::Once;
 
-use kt_avx512::engine::{BLOCK_STEPS, LINE, PANEL, SUMS_BYTES, TILE_PANELS, TileProduct};
+use kt_avx512::engine::{LINE, PANEL, SUMS_BYTES, TILE_PANELS, TileProduct};
 use libc::{REG_RIP, c_int, c_void, siginfo_t, ucontext_t};
 
-use crate::model::Tiles;
+use crate::model::{Dot, Tiles};
 
 /// What a thread has: tiles, and what its product may touch.
 struct State {
@@ -30,6 +30,7 @@ struct Touched {
     rows: usize,
     row_stride: usize,
     block_stride: usize,
+    row_bytes: usize,
     blocks: usize,
     lines: usize,
     panel_stride: usize,
@@ -41,11 +42,6 @@ struct Touched {
     spans: usize,
 }
 
-/// Bytes of a block of a row, and of its lines in a panel.
-const ROW_BYTES: usize = BLOCK_STEPS * LINE;
-/// See [`ROW_BYTES`].
-const LINE_BYTES: usize = ROW_BYTES * PANEL;
-
 impl Touched {
     fn of(p: &TileProduct) -> Self {
         Touched {
@@ -53,6 +49,7 @@ impl Touched {
             rows: p.rows * p.row_tiles,
             row_stride: p.row_stride,
             block_stride: p.block_stride,
+            row_bytes: p.steps * LINE,
             blocks: p.blocks,
             lines: p.lines.addr(),
             panel_stride: p.panel_stride,
@@ -61,7 +58,7 @@ impl Touched {
             from_stride: p.from_stride,
             sums: p.sums.addr(),
             sums_stride: p.sums_stride,
-            spans: p.blocks * BLOCK_STEPS / p.sum_steps,
+            spans: p.blocks * p.steps / p.sum_steps,
         }
     }
 
@@ -88,10 +85,11 @@ impl Touched {
             let block = self.inputs + b * self.block_stride;
             at >= block
                 && (at - block) / self.row_stride < self.rows
-                && within(block + (at - block) / self.row_stride * self.row_stride, ROW_BYTES)
+                && within(block + (at - block) / self.row_stride * self.row_stride, self.row_bytes)
         });
-        let lines = |p: usize, b: usize| self.lines + p * self.panel_stride + b * (LINE_BYTES + self.line_skip);
-        let line = |p: usize| (0..self.blocks).any(|b| within(lines(p, b), LINE_BYTES));
+        let lines =
+            |p: usize, b: usize| self.lines + p * self.panel_stride + b * ((self.row_bytes * PANEL) + self.line_skip);
+        let line = |p: usize| (0..self.blocks).any(|b| within(lines(p, b), self.row_bytes * PANEL));
         row || (0..TILE_PANELS).any(line)
     }
 }
@@ -272,7 +270,10 @@ fn step(state: &mut State, registers: &[i64; 23], code: &[u8]) -> Result<usize, 
             }
             return Ok(len);
         }
-        (0x5c, 2, 3) => tiles.multiply(reg as usize & 7, rm as usize, vvvv as usize)?,
+        (0x5c | 0x5e, 2, 3) => {
+            let dot = if opcode == 0x5c { Dot::Bf16 } else { Dot::Bytes };
+            tiles.multiply(dot, reg as usize & 7, rm as usize, vvvv as usize)?
+        }
         _ => return Err("a tile instruction that kernels do not use"),
     }
     Ok(5)
@@ -287,10 +288,12 @@ mod tests {
     fn rows_beside_those_of_a_product_are_out_of_bounds() {
         // 17 rows of two blocks with 64 bytes more, panels with 64 bytes between their blocks, a sum per block.
         let p = TileProduct {
+            bf16: true,
+            steps: 4,
             rows: 17,
             row_tiles: 1,
             blocks: 2,
-            sum_steps: BLOCK_STEPS,
+            sum_steps: 4,
             inputs: 0x10000 as *const u8,
             row_stride: 320,
             block_stride: 0x4000,

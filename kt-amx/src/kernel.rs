@@ -6,7 +6,7 @@ use kt_avx512::Avx;
 use kt_avx512::engine::{Ports, Product};
 use kt_core::activation::Activation;
 use kt_core::cpu::CpuBackend;
-use kt_core::cpu::input::{InputLayout, Inputs};
+use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
 use kt_core::cpu::tier::Tier;
 use kt_core::format::ggml;
@@ -100,6 +100,9 @@ impl Kernel for Amx {
         match layout {
             InputLayout::Int8 { .. } if self.llamafile.uses_in_place(format) => {
                 Ok((layout, "VNNI; blocks in place, decoded for each product"))
+            }
+            InputLayout::Int8 { group: BLOCK, .. } => {
+                Ok((layout, "AMX tiles of int8 for many rows, VNNI for few; packed by 16 outputs"))
             }
             InputLayout::Int8 { .. } if self.many => {
                 Ok((InputLayout::Bf16, "AMX tiles of bf16, unpacked with their scales; packed by 16 outputs"))
@@ -199,6 +202,9 @@ impl Kernel for Amx {
             out.iter_mut().for_each(|v| *v += 0.0);
         } else if gguf {
             self.llamafile.product(outputs, inputs, rows, out, scratch);
+        } else if matches!(inputs.layout(), InputLayout::Int8 { group: BLOCK, .. }) && n >= self.crossover.int8 {
+            let product = Product { outputs, inputs, rows, out, scratch, zero: 0 };
+            self.avx.run_with_tiles(self.unit, Some(0), product);
         } else {
             self.avx.product(outputs, inputs, rows, out, scratch);
         }

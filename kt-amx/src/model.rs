@@ -5,6 +5,15 @@
 /// Rows and bytes of a row.
 pub type Shape = (usize, usize);
 
+/// A product of two tiles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dot {
+    /// Signed bytes with unsigned ones.
+    Bytes,
+    /// BF16 numbers.
+    Bf16,
+}
+
 /// A tile: 16 rows of 64 bytes, of which its shape says how many count.
 pub type Data = [[u8; 64]; 16];
 
@@ -63,8 +72,8 @@ impl Tiles {
         Ok(())
     }
 
-    /// `tdpbf16ps`: adds to tile `c` the products of tile `a` with tile `b`.
-    pub fn multiply(&mut self, c: usize, a: usize, b: usize) -> Result<(), &'static str> {
+    /// `tdp…`: adds to tile `c` the products of tile `a` with tile `b`.
+    pub fn multiply(&mut self, dot: Dot, c: usize, a: usize, b: usize) -> Result<(), &'static str> {
         let [of_c, of_a, of_b] = [self.shape(c)?, self.shape(a)?, self.shape(b)?];
         if c == a || c == b || a == b {
             return Err("a tile twice");
@@ -74,7 +83,12 @@ impl Tiles {
         }
         let [to, x, w] = self.data.get_disjoint_mut([c, a, b]).expect("three tiles");
         // SAFETY: this is called where AVX-512 has been detected: it comes with AMX, and the tests that emulate ask for it.
-        unsafe { multiply(to, x, w, of_c.0, of_b.0) };
+        unsafe {
+            match dot {
+                Dot::Bytes => multiply_bytes(to, x, w, of_c.0, of_b.0),
+                Dot::Bf16 => multiply(to, x, w, of_c.0, of_b.0),
+            }
+        };
         // What is beyond the shape is zero in a register.
         for (r, row) in to.iter_mut().enumerate() {
             row[if r < of_c.0 { of_c.1 } else { 0 }..].fill(0);
@@ -90,6 +104,24 @@ fn flushed(v: f32) -> f32 {
 }
 
 /// `rows` rows of sums, `steps` dwords of each.
+#[target_feature(enable = "avx512f")]
+fn multiply_bytes(to: &mut Data, x: &Data, w: &Data, rows: usize, steps: usize) {
+    for (to, x) in to.iter_mut().zip(x).take(rows) {
+        let mut sums: [i32; 16] = std::array::from_fn(|n| i32::from_le_bytes(to.as_chunks().0[n]));
+        for (x, w) in x.as_chunks::<4>().0.iter().zip(w).take(steps) {
+            for (sum, w) in sums.iter_mut().zip(w.as_chunks::<4>().0) {
+                for i in 0..4 {
+                    *sum = sum.wrapping_add(i32::from(x[i] as i8) * i32::from(w[i]));
+                }
+            }
+        }
+        for (to, sum) in to.as_chunks_mut::<4>().0.iter_mut().zip(sums) {
+            *to = sum.to_le_bytes();
+        }
+    }
+}
+
+/// As [`multiply_bytes`], of BF16 numbers.
 #[target_feature(enable = "avx512f,fma")]
 fn multiply(to: &mut Data, x: &Data, w: &Data, rows: usize, steps: usize) {
     // The first and the second of each two are summed apart, from zero.
@@ -150,8 +182,8 @@ mod tests {
             };
             fill(&mut tiles.data[1]);
             fill(&mut tiles.data[2]);
-            tiles.multiply(0, 1, 2).unwrap();
-            tiles.multiply(0, 1, 2).unwrap();
+            tiles.multiply(Dot::Bf16, 0, 1, 2).unwrap();
+            tiles.multiply(Dot::Bf16, 0, 1, 2).unwrap();
             let [to, x, w, ..] = &tiles.data;
             let at = |v: &[u8; 64], k: usize| {
                 f32::from_bits(u32::from(u16::from_le_bytes([v[2 * k], v[2 * k + 1]])) << 16) as f64
@@ -170,9 +202,36 @@ mod tests {
     }
 
     #[test]
+    fn products_of_bytes_are_sums_of_products() {
+        if !std::arch::is_x86_feature_detected!("avx512f") {
+            eprintln!("skipped: this CPU has no avx512f");
+            return;
+        }
+        let mut random = Random(6);
+        for (rows, steps) in [(16, 16), (1, 4), (7, 8), (16, 1)] {
+            let mut tiles = Tiles::new();
+            tiles.configure(&config(rows, steps)).unwrap();
+            for tile in [1, 2] {
+                tiles.data[tile].as_flattened_mut().iter_mut().for_each(|b| *b = random.bits() as u8);
+            }
+            tiles.multiply(Dot::Bytes, 0, 1, 2).unwrap();
+            tiles.multiply(Dot::Bytes, 0, 1, 2).unwrap();
+            let [to, x, w, ..] = &tiles.data;
+            for r in 0..16 {
+                for n in 0..16 {
+                    let columns = 0..if r < rows as usize { 4 * steps as usize } else { 0 };
+                    let of = |k: usize| i32::from(x[r][k] as i8) * i32::from(w[k / 4][4 * n + k % 4]);
+                    let got = i32::from_le_bytes(to[r].as_chunks::<4>().0[n]);
+                    assert_eq!(got, 2 * columns.map(of).sum::<i32>(), "{rows}x{steps}: row {r}, output {n}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn what_the_cpu_traps_on_is_refused() {
         let mut tiles = Tiles::new();
-        assert!(tiles.zero(0).is_err() && tiles.multiply(0, 1, 2).is_err(), "not configured");
+        assert!(tiles.zero(0).is_err() && tiles.multiply(Dot::Bf16, 0, 1, 2).is_err(), "not configured");
         for (at, value) in [(0, 2), (1, 1), (5, 1), (16, 65), (48, 17), (48, 0), (16, 0), (32, 4), (57, 1)] {
             let mut wrong = config(16, 16);
             wrong[at] = value;
@@ -181,7 +240,7 @@ mod tests {
         tiles.configure(&config(16, 8)).unwrap();
         assert!(tiles.zero(0).is_ok() && tiles.zero(3).is_err());
         // Operands exchanged, or one of them twice.
-        assert!(tiles.multiply(0, 2, 1).is_err() && tiles.multiply(0, 1, 1).is_err());
+        assert!(tiles.multiply(Dot::Bf16, 0, 2, 1).is_err() && tiles.multiply(Dot::Bf16, 0, 1, 1).is_err());
         tiles.release();
         assert!(tiles.zero(0).is_err());
     }

@@ -4,23 +4,23 @@
 use std::ops::Range;
 
 use kt_avx512::Avx;
-use kt_core::cpu::input::InputLayout;
+use kt_core::cpu::input::{BLOCK, InputLayout};
 use kt_core::cpu::kernel::{Kernel, Weights};
 use kt_core::cpu::tier::Tier;
 use kt_core::format::ALL;
 use kt_core::source::WeightSource;
 use kt_core::source::synthetic::SyntheticSource;
 use kt_core::testing::{self, Random, Rows, weights};
-use kt_core::{Format, Group, Matrix, Proj, Unsupported};
+use kt_core::{Format, Group, Matrix, Proj, ScaleType, Unsupported};
 use kt_llamafile::Llamafile;
 
 use crate::unit::Unit;
 use crate::{Amx, Crossover};
 
 /// As much on tiles as can be, in calls of few tokens.
-const TILES: Crossover = Crossover { many: usize::MAX, bf16: 1 };
+const TILES: Crossover = Crossover { int8: 1, many: usize::MAX, bf16: 1 };
 /// As little as can be.
-const VECTORS: Crossover = Crossover { many: usize::MAX, bf16: usize::MAX };
+const VECTORS: Crossover = Crossover { int8: usize::MAX, many: usize::MAX, bf16: usize::MAX };
 
 /// The kernel by the CPU's own tiles or by the emulator.
 fn kernel() -> Result<Amx, Unsupported> {
@@ -64,7 +64,7 @@ fn cases() -> impl Iterator<Item = (Format, Matrix)> {
 fn few_rows_of_integers_have_the_bits_of_vnni() {
     let Some(kernel) = kernel_or_skip() else { return };
     let (avx, llamafile) = (Avx::detect(Tier::Avx512Bf16).unwrap(), Llamafile::detect(Tier::Avx512Bf16).unwrap());
-    for format in [Format::Int8(Group::Row), Format::Int4(Group::Of(32)), Format::Q4K] {
+    for format in [Format::Int8(Group::Of(32)), Format::Int4(Group::Of(32)), Format::Q4K] {
         let matrix = matrix(format, 256, 256).unwrap();
         let (layout, _) = kernel.accepts(format, 256, 256).unwrap();
         let x = Rows::new(kernel, layout, &inputs(20, 256), 256);
@@ -74,6 +74,57 @@ fn few_rows_of_integers_have_the_bits_of_vnni() {
             _ => product(avx, &weights(avx, &matrix), 0..256, &x, 0..20),
         };
         assert!(got == want && want.iter().any(|&v| v != 0), "{format}");
+    }
+}
+
+#[test]
+fn int8_products_have_the_bits_of_vnni() {
+    let Some(kernel) = kernel_or_skip() else { return };
+    let mut formats = Vec::new();
+    for (format, matrix) in cases() {
+        let (outputs, cols) = (matrix.rows(), matrix.cols());
+        let Ok((layout @ InputLayout::Int8 { group: BLOCK, .. }, _)) = kernel.accepts(format, outputs, cols) else {
+            continue;
+        };
+        assert_eq!(kernel.with_many().accepts(format, outputs, cols).unwrap().0, layout, "{format}");
+        let w = weights(kernel, &matrix);
+        let x = Rows::new(kernel, layout, &inputs(70, cols), cols);
+        for (rows, range) in [
+            (0..70, 0..outputs),
+            (3..36, 0..outputs),
+            (1..2, 0..outputs),
+            (5..21, (outputs - 1) / 64 * 64..outputs - 1),
+        ] {
+            let want = product(kernel.with_crossover(VECTORS), &w, range.clone(), &x, rows.clone());
+            assert!(want.iter().any(|&v| v != 0), "{format}: nothing but zeros");
+            for kernel in [kernel, kernel.with_many()] {
+                let got = product(kernel.with_crossover(TILES), &w, range.clone(), &x, rows.clone());
+                assert!(got == want, "{format} {outputs}x{cols}, rows {rows:?}, outputs {range:?}");
+            }
+        }
+        formats.push(format);
+    }
+    assert!(formats.contains(&Format::Int8(Group::Row)) && formats.contains(&Format::Int8Offset(Group::Row)));
+}
+
+#[test]
+fn extreme_codes_do_not_saturate() {
+    let Some(kernel) = kernel_or_skip() else { return };
+    // Weights and inputs at the ends of their ranges: the largest sums that can be.
+    let cols = 512;
+    for (code, value) in [(0x80u8, -128.0f32), (0x7f, 127.0)] {
+        for sign in [-127f32, 127.0] {
+            let codes = vec![code; 16 * cols];
+            let scales = 1f32.to_le_bytes().repeat(16);
+            let format = Format::Int8(Group::Row);
+            let scales = Some((scales.into(), ScaleType::F32));
+            let matrix = Matrix::new(format, 16, cols, codes.into(), scales).unwrap();
+            let (layout, _) = kernel.accepts(format, 16, cols).unwrap();
+            let x = Rows::new(kernel, layout, &vec![sign; cols * 20], cols);
+            let got = product(kernel.with_crossover(TILES), &weights(kernel, &matrix), 0..16, &x, 0..20);
+            let want = sign * value * cols as f32;
+            assert!(got.iter().all(|&v| f32::from_bits(v) == want), "{code:#x} {sign}");
+        }
     }
 }
 
@@ -249,7 +300,7 @@ fn what_is_declined_has_a_reason() {
 fn a_crossover_can_be_measured() {
     let Some(kernel) = kernel_or_skip() else { return };
     let found = kernel.measure_on(64, 128).unwrap();
-    assert!(found.many > 0 && (1..=9).contains(&found.bf16), "{found}");
+    assert!(found.int8 > 0 && found.many > 0 && (1..=9).contains(&found.bf16), "{found}");
     assert_eq!(kernel.with_crossover(found).crossover(), found);
 }
 

@@ -17,7 +17,7 @@
 use std::arch::asm;
 use std::mem::offset_of;
 
-use kt_avx512::engine::{Asked, BLOCK_STEPS, LINE, PANEL, SUMS_BYTES, TILE_PANELS, TILE_ROWS, TileProduct, TileUnit};
+use kt_avx512::engine::{Asked, LINE, PANEL, SUMS_BYTES, TILE_PANELS, TILE_ROWS, TileProduct, TileUnit};
 use kt_core::cpu::amx;
 use kt_core::cpu::amx::Refusal;
 
@@ -101,6 +101,8 @@ struct Call {
     left: usize,
     asked: *const Asked,
     asked_lines: usize,
+    /// Of a block.
+    steps: usize,
     /// From the end of a block of a row to the next one.
     skip: usize,
     /// From the lines of a block to those of the next one.
@@ -110,8 +112,9 @@ struct Call {
 /// The block of assembly for some of the tiles: sums to clear, to load and to write, and by turns operands to load and products.
 macro_rules! tiles {
     (
-        $p:ident,
-        clear: [$($clear:literal),*], begin: [$($begin:literal),*], step: [$($step:literal),*], write: [$($write:literal),*]
+        $p:ident, $dot:literal,
+        clear: [$($clear:literal),*], begin: [$($begin:literal),*],
+        step: [$($load:literal, [$($operands:literal),*]);*], write: [$($write:literal),*]
     ) => {{
         let mut call = Call {
             config: Config::new($p.rows),
@@ -133,7 +136,8 @@ macro_rules! tiles {
             left: $p.sum_steps,
             asked: $p.asked,
             asked_lines: $p.asked_lines,
-            skip: $p.block_stride.wrapping_sub(BLOCK_STEPS * LINE),
+            steps: $p.steps,
+            skip: $p.block_stride.wrapping_sub($p.steps * LINE),
             line_skip: $p.line_skip,
         };
         // SAFETY: all pieces that are loaded are readable, and the sums writable, by the caller's promise; `self` proves the
@@ -175,9 +179,9 @@ macro_rules! tiles {
                 "mov {at}, qword ptr [{half}]",
                 "mov {stride}, qword ptr [{half} + 8]",
                 "add qword ptr [{call} + {ASKED}], 16",
-                "mov {steps}, {BLOCK_STEPS}",
+                "mov {steps}, qword ptr [{call} + {STEPS}]",
                 "4:",
-                $($step,)*
+                $($load, $(concat!($dot, " ", $operands),)*)*
                 "mov {half}, qword ptr [{call} + {ASKED_LINES}]",
                 "test {half}, {half}",
                 "jz 6f",
@@ -251,7 +255,7 @@ macro_rules! tiles {
                 SKIP = const offset_of!(Call, skip),
                 LINE_SKIP = const offset_of!(Call, line_skip),
                 SUMS_BYTES = const SUMS_BYTES,
-                BLOCK_STEPS = const BLOCK_STEPS,
+                STEPS = const offset_of!(Call, steps),
                 LINE = const LINE,
                 STEP_LINES = const PANEL * LINE,
                 out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
@@ -262,6 +266,43 @@ macro_rules! tiles {
     }};
 }
 
+/// The blocks for all numbers of rows.
+macro_rules! multiply {
+    ($p:ident, $dot:literal) => {
+        match $p.rows > TILE_ROWS {
+            true => tiles!(
+                $p, $dot,
+                clear: ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3"],
+                begin: [
+                    "tileloadd tmm0, [{at} + {stride}]", "tileloadd tmm1, [{at} + {stride} + 64]",
+                    "tileloadd tmm2, [{half} + {stride}]", "tileloadd tmm3, [{half} + {stride} + 64]"
+                ],
+                step: [
+                    "tileloadd tmm4, [{a0} + {row}]", [];
+                    "tileloadd tmm6, [{b0} + {line}]", ["tmm0, tmm4, tmm6"];
+                    "tileloadd tmm7, [{b1} + {line}]", ["tmm1, tmm4, tmm7"];
+                    "tileloadd tmm5, [{a1} + {row}]", ["tmm2, tmm5, tmm6", "tmm3, tmm5, tmm7"]
+                ],
+                write: [
+                    "tilestored [{sums} + {sums_stride}], tmm0", "tilestored [{sums} + {sums_stride} + 64], tmm1",
+                    "tilestored [{half} + {sums_stride}], tmm2", "tilestored [{half} + {sums_stride} + 64], tmm3"
+                ]
+            ),
+            false => tiles!(
+                $p, $dot,
+                clear: ["tilezero tmm0", "tilezero tmm1"],
+                begin: ["tileloadd tmm0, [{at} + {stride}]", "tileloadd tmm1, [{at} + {stride} + 64]"],
+                step: [
+                    "tileloadd tmm4, [{a0} + {row}]", [];
+                    "tileloadd tmm6, [{b0} + {line}]", ["tmm0, tmm4, tmm6"];
+                    "tileloadd tmm7, [{b1} + {line}]", ["tmm1, tmm4, tmm7"]
+                ],
+                write: ["tilestored [{sums} + {sums_stride}], tmm0", "tilestored [{sums} + {sums_stride} + 64], tmm1"]
+            ),
+        }
+    };
+}
+
 const _: () = assert!(size_of::<Asked>() == 16 && offset_of!(Asked, step) == 8 && TILE_ROWS == 1 << 4);
 const _: () = assert!(TILE_PANELS == 2, "the assembly has these numbers");
 
@@ -270,37 +311,14 @@ unsafe impl TileUnit for Unit {
     unsafe fn multiply(self, p: &TileProduct) {
         // Registers would be configured wrongly, which is a trap.
         assert!((1..=2 * TILE_ROWS).contains(&p.rows));
-        assert!(p.row_tiles > 0 && p.blocks > 0 && p.sum_steps > 0);
+        assert!(p.row_tiles > 0 && p.blocks > 0 && p.steps > 0 && p.sum_steps > 0);
         #[cfg(all(test, target_os = "linux"))]
         let _bounds = crate::emulator::Bounds::of(p);
-        match p.rows > TILE_ROWS {
-            true => tiles!(
-                p,
-                clear: ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3"],
-                begin: [
-                    "tileloadd tmm0, [{at} + {stride}]", "tileloadd tmm1, [{at} + {stride} + 64]",
-                    "tileloadd tmm2, [{half} + {stride}]", "tileloadd tmm3, [{half} + {stride} + 64]"
-                ],
-                step: [
-                    "tileloadd tmm4, [{a0} + {row}]", "tileloadd tmm6, [{b0} + {line}]", "tdpbf16ps tmm0, tmm4, tmm6",
-                    "tileloadd tmm7, [{b1} + {line}]", "tdpbf16ps tmm1, tmm4, tmm7",
-                    "tileloadd tmm5, [{a1} + {row}]", "tdpbf16ps tmm2, tmm5, tmm6", "tdpbf16ps tmm3, tmm5, tmm7"
-                ],
-                write: [
-                    "tilestored [{sums} + {sums_stride}], tmm0", "tilestored [{sums} + {sums_stride} + 64], tmm1",
-                    "tilestored [{half} + {sums_stride}], tmm2", "tilestored [{half} + {sums_stride} + 64], tmm3"
-                ]
-            ),
-            false => tiles!(
-                p,
-                clear: ["tilezero tmm0", "tilezero tmm1"],
-                begin: ["tileloadd tmm0, [{at} + {stride}]", "tileloadd tmm1, [{at} + {stride} + 64]"],
-                step: [
-                    "tileloadd tmm4, [{a0} + {row}]", "tileloadd tmm6, [{b0} + {line}]", "tdpbf16ps tmm0, tmm4, tmm6",
-                    "tileloadd tmm7, [{b1} + {line}]", "tdpbf16ps tmm1, tmm4, tmm7"
-                ],
-                write: ["tilestored [{sums} + {sums_stride}], tmm0", "tilestored [{sums} + {sums_stride} + 64], tmm1"]
-            ),
+        if p.bf16 {
+            multiply!(p, "tdpbf16ps");
+        } else {
+            // Inputs are signed, weights are not.
+            multiply!(p, "tdpbsud");
         }
     }
 }

@@ -75,8 +75,9 @@ impl Avx {
         Avx { ports, ..self }
     }
 
-    /// Does a job with a tile unit for products of many rows with BF16 inputs; those of up to `stream_rows` rows stream (8 at most), in the unit's order
-    /// of additions. `None`: weights of all formats are BF16 numbers, rounded after they were multiplied with their scales (but for those of outputs).
+    /// Does a job with a tile unit for products of many rows; those of up to `stream_rows` rows with BF16 inputs stream (8 at most), in the unit's order
+    /// of additions. `None`: weights with scales are BF16 numbers, rounded after they were multiplied with them (but for scales of outputs). Integers are so in
+    /// any case where inputs are BF16, and stay integers where these are int8 with a scale for 128 columns.
     ///
     /// # Panics
     /// When this is not of tier `avx512bf16`.

@@ -17,6 +17,8 @@ pub trait Lines: Copy {
     const SHARED: bool = false;
     /// How many panels take turns with them; see [`Layout::bundle`](crate::layout::Layout::bundle).
     const BUNDLE: usize = 1;
+    /// Whether they are sums of products already: one for each row, panel and span of columns that share a scale.
+    const SUMMED: bool = false;
     /// What the loop keeps in registers for unpacking.
     type Table<I: Isa>: Copy;
     /// Loads it.
@@ -48,8 +50,6 @@ pub trait Codes: Lines {
 pub trait Floats: Lines {
     /// Operands are two columns of 16 outputs in BF16, or one column in F32.
     const BF16: bool;
-    /// Whether they are sums of products already: one for each row, panel and span of columns that share a scale.
-    const SUMMED: bool = false;
     /// The same operands, each in a line of its own.
     type Unpacked: Floats;
 }
@@ -79,12 +79,17 @@ macro_rules! direct {
 pub(crate) struct Summed;
 
 impl Lines for Summed {
+    const SUMMED: bool = true;
     direct!();
+}
+
+impl Codes for Summed {
+    const SPAN: usize = 0;
+    type Unpacked = Self;
 }
 
 impl Floats for Summed {
     const BF16: bool = true;
-    const SUMMED: bool = true;
     type Unpacked = Self;
 }
 

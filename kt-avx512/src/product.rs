@@ -7,7 +7,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use kt_core::cpu::input::{BLOCK, Inputs};
+use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
 use kt_core::cpu::kernel::{Outputs, Scratch, Weights};
 use kt_core::format::mx;
 use kt_core::{Format, Group};
@@ -42,6 +42,8 @@ pub trait Path<I: Isa> {
     type Widened: Path<I>;
     /// Whether products are those of integers.
     const INTEGERS: bool;
+    /// Whether a tile unit multiplies integers as such.
+    const ON_TILES: bool = false;
     /// Whether lines are operands.
     const LIGHT: bool;
     /// Whether weights have scales of groups.
@@ -160,15 +162,20 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     type Lines = L;
     type Widened = Widened<Self>;
     const INTEGERS: bool = true;
+    // Where inputs have a scale for a whole block, and weights none but that of the output.
+    const ON_TILES: bool = XG == BLOCK && WG == 0 && L::OPERANDS == 1;
     const LIGHT: bool = L::OPERANDS == 1;
     const GROUPED: bool = S::RECORD > 0;
-    const STREAMS: bool = true;
+    // Few rows have the same bits without a tile unit, so that code which has one leaves them out.
+    const STREAMS: bool = !I::TILES;
     const ONE_STREAM: usize = one_stream::<L, S, XG, WG>();
     const SCALED_BLOCKS: usize = scaled_blocks::<S>();
     const WIDENED: usize = 1;
 
     fn rows(isa: I, rows: usize) -> usize {
-        if S::WORDS > 0 && I::LARGE {
+        if I::TILES {
+            2 * TILE_ROWS
+        } else if S::WORDS > 0 && I::LARGE {
             5
         } else if !I::LARGE && L::SPAN == 0 && size_of::<I::Wide>() > LINE {
             // Magnitudes and signs of codes, two of the 16 registers each.
@@ -197,7 +204,13 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     }
 
     fn cached(isa: I, r: usize, unpacked: bool, tile: Tile<'_>) {
-        if const { I::LARGE && I::VNNI } && unpacked {
+        if const { I::TILES } {
+            let spans = Spans { bf16: false, columns: Some(XG), record: 0, outputs: S::OUTPUTS };
+            tiled::cached(isa, r, tile, spans, |r, tile| {
+                let kind = PhantomData;
+                rows!(r, [1, 2, 3, 4], isa.run(IntTile::<Summed, S, XG, WG, false, R, 2> { tile, kind }))
+            });
+        } else if const { I::LARGE && I::VNNI } && unpacked {
             // All codes are alike to VNNI.
             let kind = PhantomData;
             if const { S::WORDS > 0 } {
@@ -285,7 +298,8 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
 #[inline(always)]
 fn tiled_rows<I: Isa, const SCALED: u8>(isa: I, r: usize, tile: Tile<'_>) {
     let (columns, record) = scaled::span(SCALED);
-    let spans = Spans { columns: (record > 0).then_some(columns), record, outputs: SCALED == scaled::OUTPUTS };
+    let spans =
+        Spans { bf16: true, columns: (record > 0).then_some(columns), record, outputs: SCALED == scaled::OUTPUTS };
     tiled::cached(isa, r, tile, spans, |r, tile| {
         let kind = PhantomData;
         rows!(r, [1, 2, 3, 4], isa.run(FloatTile::<Summed, SCALED, false, R, 2> { tile, kind }))
@@ -418,11 +432,13 @@ impl Job for Product<'_> {
 impl Product<'_> {
     /// Does it by a number path; `layout` says how matrices are packed.
     pub fn on<I: Isa, K: Path<I>>(self, isa: I, layout: fn(Format, usize) -> Layout) {
-        // Integers are for a tile unit only as BF16 numbers: so the others are not compiled for one.
+        // Most integers are for a tile unit only as BF16 numbers: so the others are not compiled for one.
         #[allow(clippy::if_same_then_else)]
-        if const { I::TILES && K::INTEGERS } {
+        if const { I::TILES && K::INTEGERS && !K::ON_TILES } {
             self.along::<I, K::Widened>(isa, layout);
-        } else if const { I::TILES && K::GROUPED } && isa.widens() {
+        } else if const { I::TILES && K::ON_TILES } && self.inputs.layout() == InputLayout::Bf16 {
+            self.along::<I, K::Widened>(isa, layout);
+        } else if const { I::TILES && !K::INTEGERS && K::GROUPED } && isa.widens() {
             self.along::<I, K::Widened>(isa, layout);
         } else {
             self.along::<I, K>(isa, layout);
@@ -541,7 +557,7 @@ impl Product<'_> {
         // `larger` of one row more, then the others.
         let (rows, larger) = (n / tiles, n % tiles);
         // Sums of a tile unit have a buffer.
-        let together = |tiles: usize, rows: usize| match (I::TILES, K::GROUPED) {
+        let together = |tiles: usize, rows: usize| match (I::TILES, K::GROUPED || K::INTEGERS) {
             (false, _) => tiles,
             (true, true) => 1,
             (true, false) => tiles.min(MOST_ROWS / rows),

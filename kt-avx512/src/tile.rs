@@ -394,10 +394,11 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         !S::MINIMA || Self::in_words::<I>() && L::SPAN < XG
     }
 
-    /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`, which are dwords or [words](Self::in_words).
+    /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`, which are dwords or [words](Self::in_words); or what a tile unit
+    /// made of them.
     ///
     /// # Safety
-    /// Their lines, which begin at `line`, and the codes of all rows are readable.
+    /// Their lines, which begin at `line`, and the codes of all rows are readable; or the sums of all rows, which begin there.
     #[inline(always)]
     unsafe fn add_products<I: Isa, const ASKS: bool>(
         t: &Tile<'_>,
@@ -406,6 +407,17 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         (line, at, k): (&mut [*const u8; 2], Place, usize),
         sums: &mut [[I::Int; P]; R],
     ) {
+        if L::SUMMED {
+            for (r, sums) in sums.iter_mut().enumerate() {
+                for (p, sum) in sums.iter_mut().enumerate() {
+                    let at = line[0].wrapping_add(p * t.weight_stride + r * SUM_ROW);
+                    // SAFETY: a sum of row `r` and panel `p`, by the caller's promise.
+                    *sum = isa.add(*sum, unsafe { isa.load(at) });
+                }
+            }
+            line[0] = line[0].wrapping_add(SUMS_BYTES);
+            return;
+        }
         let apart = Self::apart::<I>();
         let whole = const { Self::in_words::<I>() || L::SPAN <= 4 || L::SPAN > XG || L::SHARED };
         let span = if whole { XG } else { L::SPAN };
@@ -563,7 +575,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let last_kept = kept - 4;
         let input_bytes = sums_at + BLOCK / XG * kept;
         let line_step = L::BUNDLE * LINE;
-        let steps = BLOCK / XG * Steps::<L, XG>::COUNT;
+        let steps = if L::SUMMED { 0 } else { BLOCK / XG * Steps::<L, XG>::COUNT };
         let block_bytes = L::PLANES.map(|bytes| steps * bytes);
         let mut scales = if S::OUTPUTS { t.outputs_at + PANEL * 4 } else { 0 };
         if S::WORDS > 0 {
@@ -578,6 +590,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             scales = scales.max(t.supers_at + ((t.first_block + t.blocks) * BLOCK).div_ceil(SUPER) * S::SUPER);
         }
         t.check(R, P, block_bytes, Reads { line_step, scales, input: input_bytes });
+        if L::SUMMED {
+            assert!(WG == 0 && t.row_tiles == 1);
+            t.check_sums(R, P, t.blocks * (BLOCK / XG));
+        }
 
         // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of all rows, and the
         // records of all groups, and of all groups of groups.
@@ -648,7 +664,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                         }
                     }
                 }
-                if !STREAM {
+                if !STREAM && !L::SUMMED {
                     t.later.ask(Level::First);
                 }
                 let super_at = t.supers_at + (t.first_block + block) * BLOCK / SUPER * S::SUPER;

@@ -9,12 +9,12 @@
 //!     for each 4 rows: the totals as `tile.rs` makes them, from the sums in place of products
 //! ```
 //!
-//! A line of a panel is a row of the unit's second operand as it is, and 16 input rows are its first one; both are BF16. The unit sums the
+//! A line of a panel is a row of the unit's second operand as it is, and 16 input rows are its first one. Of BF16 numbers, the unit sums the
 //! first and the second of each two products of 32 columns apart, then adds both to what it had; products that stream do the same there
-//! ([`Isa::dot_chains`]), so these have the same bits for any number of rows.
+//! ([`Isa::dot_chains`]), so these have the same bits for any number of rows. Integer sums are exact, so they have the bits of VNNI.
 //!
-//! Integer codes are BF16 numbers here too, unpacked with their scales ([`Widened`](crate::product::Widened)): with integer products a
-//! scale would be due after a few columns, outside of the tiles, which takes longer than what the unit saves.
+//! Codes with scales of groups are BF16 numbers here, unpacked with their scales ([`Widened`](crate::product::Widened)): as integers, scales
+//! would be due after a few columns, outside of the tiles, which takes longer than what the unit saves.
 
 #![allow(unsafe_code)] // kernel
 
@@ -33,11 +33,11 @@ pub const TILE_PANELS: usize = 2;
 pub const SUMS_BYTES: usize = 2 * TILE_ROWS * SUM_ROW;
 /// Bytes of the sums of a row with both panels.
 pub(crate) const SUM_ROW: usize = TILE_PANELS * LINE;
-/// Bytes of a row of a tile's numbers.
+/// Bytes of a BF16 number.
 const NUMBER: usize = 2;
-/// Columns of a step.
+/// Columns of BF16 of a step.
 const STEP: usize = LINE / NUMBER;
-/// Steps of a block.
+/// Steps of a block of BF16 numbers; of one of bytes there are half as many.
 pub const BLOCK_STEPS: usize = BLOCK / STEP;
 /// Spans whose sums are kept at a time: two thirds of a first-level cache of 48 KiB.
 const SPANS: usize = 8;
@@ -68,12 +68,16 @@ pub struct Asked {
     pub step: usize,
 }
 
-/// What a tile unit multiplies: tiles of up to 32 input rows of BF16 numbers with two panels, [`BLOCK_STEPS`] steps of 64 bytes of a row for each block.
+/// What a tile unit multiplies: tiles of up to 32 input rows with two panels, steps of 64 bytes of a row.
 ///
 /// Step `s` of block `b` of row `r` is at `inputs + b * block_stride + r * row_stride + s * 64`. The lines of a block, 16 for each step, come one after
 /// the other, and `line_skip` bytes after them those of the next one; those of panel `p` begin at `lines + p * panel_stride`.
 #[derive(Debug)]
 pub struct TileProduct {
+    /// BF16 numbers; else signed bytes of inputs with unsigned ones of weights, whose sums are I32.
+    pub bf16: bool,
+    /// Steps of a block.
+    pub steps: usize,
     /// Rows of a tile of rows: 1 to 32.
     pub rows: usize,
     /// How many of these follow each other: inputs, sums, what they begin with, and what to ask for.
@@ -124,6 +128,8 @@ pub unsafe trait TileUnit: Copy + Send + Sync + std::fmt::Debug + 'static {
 
 /// Which columns share a scale.
 pub(crate) struct Spans {
+    /// See [`TileProduct::bf16`].
+    pub bf16: bool,
     /// So many, up to 128; none where nothing is scaled in between.
     pub columns: Option<usize>,
     /// Bytes of the scales of a group.
@@ -132,11 +138,12 @@ pub(crate) struct Spans {
     pub outputs: bool,
 }
 
-/// Runs tiles of up to 32 rows x 2 panels of lines of BF16 numbers; one, where columns share scales. `rest` runs tiles of up to [`ROWS`] rows over the sums.
+/// Runs tiles of up to 32 rows x 2 panels of lines; one, where columns share scales. `rest` runs tiles of up to [`ROWS`] rows over the sums.
 #[inline(always)]
 pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, spans: Spans, rest: impl Fn(usize, Tile<'_>)) {
     // Bytes of a block in a row, and in the lines of a panel.
-    let row_bytes = BLOCK * NUMBER;
+    let row_bytes = if spans.bf16 { BLOCK * NUMBER } else { BLOCK };
+    let steps = row_bytes / LINE;
     let line_bytes = row_bytes * PANEL;
     let sums_of_block = spans.columns.map_or(0, |columns| BLOCK / columns);
     let (row_tiles, all_rows) = (tile.row_tiles, tile.row_tiles * rows);
@@ -155,33 +162,29 @@ pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, spans: Spa
     let mut start = 0;
     while start < tile.blocks {
         let blocks = most.min(tile.blocks - start);
-        let (asked, asked_lines) = asked(tile.later, row_tiles * blocks);
-        let (mut from, mut from_stride) = (std::ptr::null(), 0);
-        if spans.columns.is_none() && tile.first_block + start > 0 {
-            if in_place {
-                (from, from_stride) = (tile.out.as_ptr().cast::<u8>(), tile.out_stride * 4);
-            } else {
-                for (r, sums) in sums.chunks_exact_mut(SUM_ROW).enumerate().take(all_rows) {
-                    let totals = &tile.out[r * tile.out_stride..][..tile.width];
-                    for (sum, total) in sums.as_chunks_mut::<4>().0.iter_mut().zip(totals) {
-                        *sum = total.to_le_bytes();
-                    }
+        let (asked, asked_lines) = asked(tile.later, row_tiles * blocks, steps, tile.weights[0].as_ptr());
+        let begins = spans.columns.is_none() && tile.first_block + start > 0;
+        if begins && !in_place {
+            for (r, sums) in sums.chunks_exact_mut(SUM_ROW).enumerate().take(all_rows) {
+                let totals = &tile.out[r * tile.out_stride..][..tile.width];
+                for (sum, total) in sums.as_chunks_mut::<4>().0.iter_mut().zip(totals) {
+                    *sum = total.to_le_bytes();
                 }
-                (from, from_stride) = (sums.as_ptr(), SUM_ROW);
             }
         }
         let last = tile.last && start + blocks == tile.blocks;
+        let buffer = (sums.as_mut_ptr(), SUM_ROW);
+        let totals = if in_place { (tile.out.as_mut_ptr().cast::<u8>(), tile.out_stride * 4) } else { buffer };
         let done_in_place = in_place && !(last && spans.outputs);
-        let (to, sums_stride) = if done_in_place {
-            (tile.out.as_mut_ptr().cast::<u8>(), tile.out_stride * 4)
-        } else {
-            (sums.as_mut_ptr(), SUM_ROW)
-        };
+        let (to, sums_stride) = if done_in_place { totals } else { buffer };
+        let (from, from_stride) = if begins { (totals.0.cast_const(), totals.1) } else { (std::ptr::null(), 0) };
         let product = TileProduct {
+            bf16: spans.bf16,
+            steps,
             rows,
             row_tiles,
             blocks,
-            sum_steps: BLOCK_STEPS.checked_div(sums_of_block).unwrap_or(blocks * BLOCK_STEPS),
+            sum_steps: steps.checked_div(sums_of_block).unwrap_or(blocks * steps),
             inputs: tile.inputs[start * tile.input_stride..].as_ptr(),
             row_stride,
             block_stride: tile.input_stride,
@@ -228,13 +231,14 @@ pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, spans: Spa
     }
 }
 
-/// What of `later` is to be asked for with each of so many blocks, and how many lines with each step. What does not go into that is asked for now.
+/// What of `later` is to be asked for with each of so many blocks, and how many lines with each step. What does not go into that is asked for now; where
+/// nothing is left, it is a line that is `here`, since a page that is not there would be looked for each time.
 #[inline(always)]
-fn asked(later: &Later, blocks: usize) -> ([Asked; MOST_ASKED], usize) {
-    let each = later.each().div_ceil(BLOCK_STEPS);
-    let mut asked = [Asked { at: std::ptr::null(), step: 0 }; MOST_ASKED];
+fn asked(later: &Later, blocks: usize, steps: usize, here: *const u8) -> ([Asked; MOST_ASKED], usize) {
+    let each = later.each().div_ceil(steps);
+    let mut asked = [Asked { at: here, step: 0 }; MOST_ASKED];
     for asked in &mut asked[..blocks] {
-        let mut left = each * BLOCK_STEPS;
+        let mut left = each * steps;
         while let Some((at, lines, step)) = later.take(left) {
             if asked.step == 0 {
                 *asked = Asked { at, step };

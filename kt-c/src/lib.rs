@@ -53,6 +53,7 @@ pub struct kt_options {
     pub plugin: *const c_char,
     pub plugin_dir: *const c_char,
     pub in_place: i32,
+    pub batch_invariant: i32,
 }
 
 #[repr(C)]
@@ -263,7 +264,7 @@ pub unsafe extern "C" fn kt_runtime_new(
                 if options.pass_tokens > 0 {
                     builder = builder.pass_tokens(options.pass_tokens);
                 }
-                builder = builder.in_place(options.in_place != 0);
+                builder = builder.in_place(options.in_place != 0).batch_invariant(options.batch_invariant != 0);
                 let plugin = text(options.plugin, "options.plugin")?.map(PathBuf::from);
                 let plugin_dir = text(options.plugin_dir, "options.plugin_dir")?.map(PathBuf::from);
                 builder = with_plugins(builder, plugin, plugin_dir)?;
@@ -557,7 +558,8 @@ mod tests {
         // Room for all, of which a part is said to be there.
         let mut all = words(size_of::<kt_options>());
         *all.last_mut().unwrap() = usize::MAX;
-        assert_eq!(read(&all).unwrap().unwrap().in_place, -1);
+        let read_all = read(&all).unwrap().unwrap();
+        assert_eq!((read_all.in_place, read_all.batch_invariant), (-1, -1));
         all[0] = FIRST_OPTIONS;
         assert_eq!(read(&all).unwrap().unwrap().in_place, 0);
         for size in [0, FIRST_OPTIONS - 1, size_of::<kt_options>() + 1, usize::MAX] {

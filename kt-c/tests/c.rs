@@ -72,6 +72,7 @@ fn errors_are_told_and_types_agree() {
         size_of::<kt_plan_bytes>(),
         size_of::<kt_batch>(),
         offset_of!(kt_options, in_place),
+        offset_of!(kt_options, batch_invariant),
         offset_of!(kt_layer, stored_bytes),
         offset_of!(kt_batch, weights),
     ];

@@ -32,8 +32,8 @@ int main(int argc, char **argv) {
         return 2;
     }
     /* Types, as `tests/c.rs` knows them. */
-    printf("%zu %zu %zu %zu %zu %zu %zu %zu\n", sizeof(kt_error), sizeof(kt_options), sizeof(kt_layer), sizeof(kt_plan_bytes),
-           sizeof(kt_batch), offsetof(kt_options, in_place), offsetof(kt_layer, stored_bytes), offsetof(kt_batch, weights));
+    printf("%zu %zu %zu %zu %zu %zu %zu %zu %zu\n", sizeof(kt_error), sizeof(kt_options), sizeof(kt_layer), sizeof(kt_plan_bytes),
+           sizeof(kt_batch), offsetof(kt_options, in_place), offsetof(kt_options, batch_invariant), offsetof(kt_layer, stored_bytes), offsetof(kt_batch, weights));
 
     says(kt_open("/nonexistent/model", &source, &error), KT_IO, "/nonexistent/model");
     says(kt_open(NULL, &source, &error), KT_INVALID, "path is NULL");

@@ -4,7 +4,7 @@
 //! ```text
 //! kt 0.1.0: from how many rows of an expert on AMX tiles are used
 //! cpu Intel(R) Xeon(R) Platinum 8480+
-//! many=32 bf16=5
+//! int8=12 many=48 bf16=5
 //! ```
 
 use std::io::{ErrorKind, Read};
@@ -115,7 +115,7 @@ mod tests {
         let dir = std::env::temp_dir().join(format!("kt-crossover-{}", std::process::id()));
         let path = dir.join("deep/amx-crossover");
         assert_eq!(read(&path, &here), Ok(None));
-        let of = Crossover { many: 60, bf16: 31 };
+        let of = Crossover { int8: 17, many: 60, bf16: 31 };
         write(&path, &here, of).unwrap();
         assert_eq!(read(&path, &here), Ok(Some(of)));
         write(&path, &here, Crossover::default()).unwrap();
@@ -134,7 +134,7 @@ mod tests {
         refused(&format!("{good}more\n"), "4 lines");
         refused(&good.replace("kt 0", "kt 9"), "kt 9");
         refused(&good.replace("cpu This", "gpu This"), "gpu This");
-        refused(&good.replace("many=32", "many=thirty"), "many=thirty");
+        refused(&good.replace("many=48", "many=four dozen"), "many=four dozen");
         refused(&"\n".repeat(10_000), "4096 lines");
         std::fs::write(&path, b"kt \xff\n").unwrap();
         assert!(read(&path, &here).is_err(), "not UTF-8");

@@ -182,14 +182,17 @@ fn doctor_says_from_how_many_rows_on_amx_tiles_are_used() {
         (line["state"].as_str().unwrap().to_owned(), line["text"].as_str().unwrap().to_owned())
     };
     let (state, says) = line();
-    assert!(state == "OK" && says.contains("many=32 bf16=5") && says.contains("the default"), "{says}");
-    let of = kt::amx::Crossover { many: 60, bf16: 31 };
+    assert!(state == "OK" && says.contains("int8=12 many=48 bf16=5") && says.contains("the default"), "{says}");
+    let of = kt::amx::Crossover { int8: 17, many: 60, bf16: 31 };
     kt_cli::crossover::write(&file, &kt_cli::system::System::here(), of).unwrap();
     let (state, says) = line();
-    assert!(state == "OK" && says.contains("many=60 bf16=31") && says.contains(file.to_str().unwrap()), "{says}");
-    std::fs::write(&file, "many=1 bf16=1").unwrap();
+    assert!(
+        state == "OK" && says.contains("int8=17 many=60 bf16=31") && says.contains(file.to_str().unwrap()),
+        "{says}"
+    );
+    std::fs::write(&file, "int8=1 many=1 bf16=1").unwrap();
     let (state, says) = line();
-    assert!(state == "WARN" && says.contains("in place of 3") && says.contains("many=32 bf16=5"), "{says}");
+    assert!(state == "WARN" && says.contains("in place of 3") && says.contains("int8=12 many=48 bf16=5"), "{says}");
     std::fs::remove_dir_all(&dir).unwrap();
 }
 
@@ -244,7 +247,7 @@ fn a_plugin_is_listed_with_what_it_says_of_itself() {
             ["--edition=2024", "--crate-type=cdylib", "--cfg", &cfg, "--extern", &of, "-o", file.to_str().unwrap()];
         rustc(&to, &here.join("../tests/plugins/nonsense.rs"));
         let (out, _) = ok(&["plugins", only.to_str().unwrap()]);
-        for word in ["loaded", "nonsense", file.to_str().unwrap(), "ABI 1.2", says] {
+        for word in ["loaded", "nonsense", file.to_str().unwrap(), "ABI 1.3", says] {
             assert!(out.contains(word), "no {word:?} in {out}");
         }
     }

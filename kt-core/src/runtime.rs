@@ -137,7 +137,7 @@ impl RuntimeBuilder {
     }
 
     /// Gives a token the same numbers, bit for bit, whatever else is in a call. Without this, a backend may have a faster way for calls of many tokens
-    /// that rounds otherwise: amx has one from 32 rows on, on average over the experts of a layer; the other ones built in have none for the CPU.
+    /// that rounds otherwise: amx has one from 48 rows on, on average over the experts of a layer; the other ones built in have none for the CPU.
     pub fn batch_invariant(mut self, batch_invariant: bool) -> Self {
         self.batch_invariant = batch_invariant;
         self
