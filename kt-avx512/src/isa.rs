@@ -222,23 +222,27 @@ pub unsafe trait Isa: Copy {
     /// Which of four has the smallest sum times its `worth`, the first of equals. Sums are of pairs 8 lanes apart, then 4, 2 and 1.
     fn least_sum(self, v: [Self::Flt; 4], worth: [f32; 4]) -> usize;
     /// [`Isa::least_sum`] of each of four.
+    // No closures here and below: compilers leave calls of some, and those have none of the instructions.
     #[inline(always)]
     fn least_sums(self, v: [[Self::Flt; 4]; 4], worth: [f32; 4]) -> [usize; 4] {
-        v.map(|v| self.least_sum(v, worth))
+        let [a, b, c, d] = v;
+        [self.least_sum(a, worth), self.least_sum(b, worth), self.least_sum(c, worth), self.least_sum(d, worth)]
     }
     /// The largest lane, of unsigned dwords.
     fn largest(self, v: Self::Int) -> u32;
     /// [`Isa::largest`] of each of four, in four lanes each.
     #[inline(always)]
     fn four_largest(self, v: [Self::Int; 4]) -> Self::Int {
-        let largest = v.map(|v| [self.largest(v); 4]);
+        let [a, b, c, d] = v;
+        let largest = [[self.largest(a); 4], [self.largest(b); 4], [self.largest(c); 4], [self.largest(d); 4]];
         // SAFETY: 64 bytes.
         unsafe { self.load(largest.as_ptr().cast()) }
     }
     /// [`Isa::sum`] of each of four.
     #[inline(always)]
     fn sums(self, v: [Self::Int; 4]) -> [i32; 4] {
-        v.map(|v| self.sum(v))
+        let [a, b, c, d] = v;
+        [self.sum(a), self.sum(b), self.sum(c), self.sum(d)]
     }
     /// `a / b`.
     fn div(self, a: Self::Flt, b: Self::Flt) -> Self::Flt;
