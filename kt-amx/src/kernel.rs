@@ -187,11 +187,8 @@ impl Kernel for Amx {
                 _ => 0,
             };
             // Streams here too, since kt-avx512 on its own adds in another order.
-            let stream_rows = match format {
-                Format::Bf16 | Format::Fp8Channel => Some(if n < self.crossover.bf16 { n } else { 0 }),
-                _ if self.many => None,
-                _ => Some(if n < self.crossover.bf16 { n } else { 0 }),
-            };
+            let exact = matches!(format, Format::Bf16 | Format::Fp8Channel) || !self.many;
+            let stream_rows = exact.then_some(if n < self.crossover.bf16 { n } else { 0 });
             let product = Product { outputs, inputs, rows, out: &mut *out, scratch, zero };
             if gguf {
                 self.avx.run_with_tiles(self.unit, stream_rows, OfBlocks(product));

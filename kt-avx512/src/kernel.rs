@@ -77,7 +77,7 @@ impl Avx {
 
     /// Does a job with a tile unit for products of many rows; those of up to `stream_rows` rows with BF16 inputs stream (8 at most), in the unit's order
     /// of additions. `None`: weights with scales are BF16 numbers, rounded after they were multiplied with them (but for scales of outputs). Integers are so in
-    /// any case where inputs are BF16, and stay integers where these are int8 with a scale for 128 columns.
+    /// any case, but for INT8 per channel, which stays what it is.
     ///
     /// # Panics
     /// When this is not of tier `avx512bf16`.

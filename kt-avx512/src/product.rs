@@ -7,7 +7,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
+use kt_core::cpu::input::{BLOCK, Inputs};
 use kt_core::cpu::kernel::{Outputs, Scratch, Weights};
 use kt_core::format::mx;
 use kt_core::{Format, Group};
@@ -435,8 +435,6 @@ impl Product<'_> {
         // Most integers are for a tile unit only as BF16 numbers: so the others are not compiled for one.
         #[allow(clippy::if_same_then_else)]
         if const { I::TILES && K::INTEGERS && !K::ON_TILES } {
-            self.along::<I, K::Widened>(isa, layout);
-        } else if const { I::TILES && K::ON_TILES } && self.inputs.layout() == InputLayout::Bf16 {
             self.along::<I, K::Widened>(isa, layout);
         } else if const { I::TILES && !K::INTEGERS && K::GROUPED } && isa.widens() {
             self.along::<I, K::Widened>(isa, layout);

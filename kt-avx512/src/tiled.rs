@@ -37,8 +37,6 @@ pub(crate) const SUM_ROW: usize = TILE_PANELS * LINE;
 const NUMBER: usize = 2;
 /// Columns of BF16 of a step.
 const STEP: usize = LINE / NUMBER;
-/// Steps of a block of BF16 numbers; of one of bytes there are half as many.
-pub const BLOCK_STEPS: usize = BLOCK / STEP;
 /// Spans whose sums are kept at a time: two thirds of a first-level cache of 48 KiB.
 const SPANS: usize = 8;
 /// Bytes of the buffer of sums.

@@ -1,5 +1,5 @@
 //! From how many rows of an expert on the backend amx uses tiles: `kt doctor --measure` measures it and keeps it in the user's cache directory,
-//! and whatever builds a runtime uses what is kept. No bit of any result depends on it.
+//! and whatever builds a runtime uses what is kept. Of `many` it depends which calls round otherwise, unless `--batch-invariant` is given; of the others no bit does.
 //!
 //! ```text
 //! kt 0.1.0: from how many rows of an expert on AMX tiles are used

@@ -54,7 +54,7 @@ fn measure(team: &Arc<Team>, shape: (usize, usize, usize, usize), tokens: usize)
     let (hidden, intermediate, experts, top_k) = shape;
     let source = SyntheticSource::builder().hidden(hidden).intermediate(intermediate).experts(experts).top_k(top_k);
     let source = source.layers(1).format(Format::Q4_0).build()?;
-    let candidates = |_| vec![Candidate::new("sleeps", Ok(CpuBackend::new("sleeps", Products::<64, _>(sleeps))))];
+    let candidates = |_| vec![Candidate::new("sleeps", Ok(CpuBackend::new("sleeps", Products::<64, _>::new(sleeps))))];
     let loaded = RuntimeBuilder::new(candidates).team(team.clone()).build()?.load(&source)?;
     let mut random = Random(1);
     let mut ids = Vec::new();

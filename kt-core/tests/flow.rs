@@ -6,15 +6,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kt_core::cpu::CpuBackend;
-use kt_core::cpu::input::{InputLayout, Inputs};
+use kt_core::cpu::input::Inputs;
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
 use kt_core::cpu::portable::Portable;
 use kt_core::cpu::team::Team;
-use kt_core::cpu::tier::Tier;
 use kt_core::cpu::topology::Topology;
 use kt_core::source::synthetic::SyntheticSource;
 use kt_core::testing::{Products, Random};
-use kt_core::{Batch, Candidate, Error, Experts, Format, Matrix, RuntimeBuilder, Unsupported};
+use kt_core::{Batch, Candidate, Error, Experts, Format, RuntimeBuilder};
 
 /// Unlike all others, so that products of gate and up are told from those of down.
 const INTERMEDIATE: usize = 640;
@@ -44,7 +43,8 @@ fn a_task_that_panics_ends_the_call_wherever_it_is() {
     };
     let two_nodes = Team::builder().topology(Topology::fake(&[3, 2])).threads(5).oversubscribed().build().unwrap();
     for team in [1, 2, 3, 16].map(|threads| Team::oversubscribed(threads).unwrap()).into_iter().chain([two_nodes]) {
-        let candidates = |_| vec![Candidate::new("breaks", Ok(CpuBackend::new("breaks", Products::<16, _>(breaks))))];
+        let candidates =
+            |_| vec![Candidate::new("breaks", Ok(CpuBackend::new("breaks", Products::<16, _>::new(breaks))))];
         let runtime = RuntimeBuilder::new(candidates).team(Arc::clone(&team)).build().unwrap();
         let experts = runtime.load(&source).unwrap();
         LEFT.store(usize::MAX, Ordering::Relaxed);
@@ -79,50 +79,22 @@ impl<F: FnMut()> Drop for Finally<F> {
     }
 }
 
-/// [`Portable`] for few rows; for three and more its products are twice as large.
-#[derive(Clone, Copy)]
-struct Twofold {
-    many: Option<usize>,
-    times: f32,
-}
-
-impl Kernel for Twofold {
-    fn tier(self) -> Tier {
-        Portable.tier()
-    }
-
-    fn accepts(self, format: Format, rows: usize, cols: usize) -> Result<(InputLayout, &'static str), Unsupported> {
-        Portable.accepts(format, rows, cols)
-    }
-
-    fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize> {
-        Portable.packed_bytes(format, rows, cols)
-    }
-
-    fn for_many(self) -> Option<(usize, Self)> {
-        Some((self.many?, Twofold { times: 2.0, ..self }))
-    }
-
-    fn invariant(self) -> Self {
-        Twofold { many: None, ..self }
-    }
-
-    fn layout_version(self) -> u32 {
-        Portable.layout_version()
-    }
-
-    fn pack(self, matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
-        Portable.pack(matrix, rows, out);
-    }
-
-    fn product(self, outputs: Outputs<'_>, x: Inputs<'_>, rows: Range<usize>, out: &mut [f32], scratch: &mut Scratch) {
-        let twofold = outputs.of.rows() == HIDDEN;
-        Portable.product(outputs, x, rows, out, scratch);
-        if twofold {
-            out.iter_mut().for_each(|v| *v *= self.times);
-        }
+/// A product of [`Portable`]; `TWICE`: those of down are twice as large.
+fn product<const TWICE: bool>(
+    outputs: Outputs<'_>,
+    x: Inputs<'_>,
+    rows: Range<usize>,
+    out: &mut [f32],
+    scratch: &mut Scratch,
+) {
+    let twice = TWICE && outputs.of.rows() == HIDDEN;
+    Portable.product(outputs, x, rows, out, scratch);
+    if twice {
+        out.iter_mut().for_each(|v| *v *= 2.0);
     }
 }
+
+type Function = fn(Outputs<'_>, Inputs<'_>, Range<usize>, &mut [f32], &mut Scratch);
 
 #[test]
 fn calls_of_many_rows_have_their_own_kernel_unless_numbers_are_not_to_depend_on_it() {
@@ -130,8 +102,10 @@ fn calls_of_many_rows_have_their_own_kernel_unless_numbers_are_not_to_depend_on_
     let source = source.format(Format::Bf16).seed(3).build().unwrap();
     let mut random = Random(4);
     let input: Vec<f32> = (0..7 * HIDDEN).map(|_| random.normal()).collect();
-    let candidates =
-        |_| vec![Candidate::new("twofold", Ok(CpuBackend::new("twofold", Twofold { many: Some(3), times: 1.0 })))];
+    let candidates = |_| {
+        let kernel = Products::<16, Function>::new(product::<false>).with_many(3, product::<true>);
+        vec![Candidate::new("twofold", Ok(CpuBackend::new("twofold", kernel)))]
+    };
     for batch_invariant in [false, true] {
         let runtime = RuntimeBuilder::new(candidates).threads(1).batch_invariant(batch_invariant).build().unwrap();
         let experts = runtime.load(&source).unwrap();

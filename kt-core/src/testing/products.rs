@@ -9,9 +9,24 @@ use crate::cpu::tier::Tier;
 use crate::error::Unsupported;
 use crate::format::{Format, Matrix};
 
-/// [`Portable`], but for [`product`](Kernel::product), which the function does, and for the outputs that it takes together.
+/// [`Portable`], but for [`product`](Kernel::product), which a function does, and for the outputs that it takes together.
 #[derive(Debug, Clone, Copy)]
-pub struct Products<const PANEL: usize, F>(pub F);
+pub struct Products<const PANEL: usize, F> {
+    of: F,
+    many: Option<(usize, F)>,
+}
+
+impl<const PANEL: usize, F> Products<PANEL, F> {
+    /// By this function.
+    pub fn new(of: F) -> Self {
+        Products { of, many: None }
+    }
+
+    /// By another function in calls of so many rows and more.
+    pub fn with_many(self, rows: usize, of: F) -> Self {
+        Products { many: Some((rows, of)), ..self }
+    }
+}
 
 impl<const PANEL: usize, F> Kernel for Products<PANEL, F>
 where
@@ -31,6 +46,14 @@ where
         Portable.packed_bytes(format, rows, cols)
     }
 
+    fn for_many(self) -> Option<(usize, Self)> {
+        self.many.map(|(rows, of)| (rows, Products::new(of)))
+    }
+
+    fn invariant(self) -> Self {
+        Products::new(self.of)
+    }
+
     fn layout_version(self) -> u32 {
         Portable.layout_version()
     }
@@ -40,6 +63,6 @@ where
     }
 
     fn product(self, outputs: Outputs<'_>, x: Inputs<'_>, rows: Range<usize>, out: &mut [f32], scratch: &mut Scratch) {
-        self.0(outputs, x, rows, out, scratch);
+        (self.of)(outputs, x, rows, out, scratch);
     }
 }
