@@ -116,8 +116,9 @@ impl Kernel for Amx {
                 layout,
                 "AMX tiles of bf16 for most rows, F32 products in the same order for few; packed by 16 outputs",
             )),
-            InputLayout::F32 => {
-                Err(Unsupported::new(format!("{format} meets F32 inputs, of which AMX has no products")))
+            // Those in words are of kernels for many rows, which these are not.
+            InputLayout::F32 | InputLayout::Int8Words { .. } => {
+                Err(Unsupported::new(format!("{format} meets {layout}, of which AMX has no products")))
             }
         }
     }

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // kernel
 
-use kt_core::cpu::input::{self, BLOCK, InputLayout, Sums, TOPS, WORTH, shrink};
+use kt_core::cpu::input::{self, BLOCK, InputLayout, Sums, TOPS, WORDS_BLOCK, WORTH, shrink};
 
 use crate::isa::{Isa, Job};
 
@@ -19,9 +19,6 @@ pub(crate) struct PackInput<'a> {
 impl Job for PackInput<'_> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
-        let InputLayout::Int8 { group, sums } = self.layout else {
-            return input::pack_block(self.layout, self.x, self.out);
-        };
         assert!(self.out.len() == self.layout.block_bytes());
         let mut padded = [0f32; BLOCK];
         let x: &[f32; BLOCK] = match self.x.try_into() {
@@ -31,13 +28,22 @@ impl Job for PackInput<'_> {
                 &padded
             }
         };
-        let halves = sums.in_halves();
-        match group {
-            16 if !halves => fours::<I, 16, false>(isa, x, sums, self.out),
-            32 if halves => fours::<I, 32, true>(isa, x, sums, self.out),
-            32 => fours::<I, 32, false>(isa, x, sums, self.out),
-            BLOCK if !halves => groups::<I, BLOCK>(isa, x, sums, self.out),
-            _ => input::pack_block(self.layout, x, self.out),
+        match self.layout {
+            InputLayout::Int8 { group: 16, sums } if !sums.in_halves() => fours::<I, 16, false>(isa, x, sums, self.out),
+            InputLayout::Int8 { group: 32, sums } if sums.in_halves() => fours::<I, 32, true>(isa, x, sums, self.out),
+            InputLayout::Int8 { group: 32, sums } => fours::<I, 32, false>(isa, x, sums, self.out),
+            InputLayout::Int8 { group: BLOCK, sums } if !sums.in_halves() => groups::<I, BLOCK>(isa, x, sums, self.out),
+            InputLayout::Int8Words { group, zero, .. } => {
+                let mut block = [0; WORDS_BLOCK];
+                let sums = InputLayout::before_words(group, zero);
+                if group == 16 {
+                    fours::<I, 16, false>(isa, x, sums, &mut block);
+                } else {
+                    fours::<I, 32, true>(isa, x, sums, &mut block);
+                }
+                input::to_words(self.layout, &block, self.out);
+            }
+            layout => input::pack_block(layout, x, self.out),
         }
     }
 }

@@ -13,7 +13,9 @@ use std::arch::x86_64::*;
 
 use kt_core::format::fp8::E4M3;
 
+use crate::tile::Tile;
 use crate::tiled::TileProduct;
+use crate::words::Kind;
 
 pub(crate) use ymm::{Avx2, AvxVnni};
 pub(crate) use zmm::{Bf16, Plain, Tiled, Vbmi, Vnni};
@@ -120,6 +122,12 @@ pub unsafe trait Isa: Copy {
     /// As [`TileUnit::multiply`](crate::tiled::TileUnit::multiply).
     unsafe fn multiply_tiles(self, _product: &TileProduct) {
         unreachable!("no tile unit")
+    }
+
+    /// Runs a tile of `r` rows of integers with words for scales; only with VNNI of 512 bits.
+    #[inline(always)]
+    fn multiply_words(self, _kind: Kind, _r: usize, _tile: Tile<'_>) {
+        unreachable!("no VNNI of 512 bits")
     }
 
     /// 64 bytes.
@@ -361,10 +369,10 @@ pub unsafe trait Isa: Copy {
     fn bf16_pairs(self, _first: Self::Flt, _second: Self::Flt) -> Self::Int {
         unreachable!("no tile unit")
     }
-    /// The same numbers, with one NaN for all; only where there is a tile unit.
+    /// The same numbers, with one NaN for all where there is a tile unit.
     #[inline(always)]
-    fn plain_nan(self, _v: Self::Flt) -> Self::Flt {
-        unreachable!("no tile unit")
+    fn plain_nan(self, v: Self::Flt) -> Self::Flt {
+        v
     }
     /// Whether weights with scales are BF16 numbers for all rows, and not as exact as those that stream; only where there is a tile unit.
     #[inline(always)]

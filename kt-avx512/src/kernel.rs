@@ -25,7 +25,22 @@ use crate::tiled::TileUnit;
 pub struct Avx {
     tier: Tier,
     ports: Ports,
+    calls: Calls,
 }
+
+/// Which calls a kernel is for; see `words.rs`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Calls {
+    /// All.
+    All,
+    /// Those of few rows: others have scales as words.
+    Few,
+    /// Those of many rows, with scales as words.
+    Many,
+}
+
+/// From how many rows of an expert on, on average, calls have scales as words: making them is to be worth it.
+const MANY_ROWS: usize = 32;
 
 impl Avx {
     /// The best tier that this CPU has, up to `cap`.
@@ -41,7 +56,9 @@ impl Avx {
             return Err(Unsupported::new(format!("this CPU has no {}", missing.join(", "))));
         }
         // AMX is above but none of this kernel's.
-        Ok(Avx { tier: Tier::detect(cap.min(Tier::Avx512Bf16)), ports: ahead::ports() })
+        let tier = Tier::detect(cap.min(Tier::Avx512Bf16));
+        let calls = if tier >= Tier::Avx512Vnni { Calls::Few } else { Calls::All };
+        Ok(Avx { tier, ports: ahead::ports(), calls })
     }
 
     /// Does a job for this CPU: the only place where tiers are told apart at run time.
@@ -73,6 +90,14 @@ impl Avx {
     /// The same as on a CPU that has such ports. Beside a tile unit, [`Ports::Own`]: few rows then have BF16 inputs, as many rows have.
     pub fn with_ports(self, ports: Ports) -> Avx {
         Avx { ports, ..self }
+    }
+
+    /// Inputs of weights with scales of `group` columns, whose zero point is `zero`, in calls of many rows: `few` are those of other calls.
+    pub fn inputs_of_many(self, few: InputLayout, group: usize, zero: i32, minima: bool) -> InputLayout {
+        match self.calls {
+            Calls::Many => InputLayout::Int8Words { group, zero, minima },
+            Calls::All | Calls::Few => few,
+        }
     }
 
     /// Does a job with a tile unit for products of many rows; those of up to `stream_rows` rows with BF16 inputs stream (8 at most), in the unit's order
@@ -128,6 +153,9 @@ impl Kernel for Avx {
             Ok((InputLayout::Int8 { group, sums: if vnni { sums.whole() } else { sums } }, how))
         };
         let bf16 = if self.multiplies_bf16() { InputLayout::Bf16 } else { InputLayout::F32 };
+        let in_words = |accepted: Result<(InputLayout, &'static str), Unsupported>, group, zero, minima| {
+            accepted.map(|(few, how)| (self.inputs_of_many(few, group, zero, minima), how))
+        };
         match format {
             Format::F32 => Ok((InputLayout::F32, "F32 products, packed 16 x 1")),
             Format::F16 => Ok((InputLayout::F32, "F32 products of widened weights, packed 2 x 16")),
@@ -157,17 +185,24 @@ impl Kernel for Avx {
             Format::Mxfp4 => {
                 small(CHUNK, -E2M1_ZERO, how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E8M0 scales"))
             }
-            Format::Nvfp4 => small(
-                mx::NV_COLS,
-                -E2M1_ZERO,
-                how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E4M3 scales"),
-            ),
+            Format::Nvfp4 => {
+                let how = how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E4M3 scales");
+                in_words(small(mx::NV_COLS, -E2M1_ZERO, how), mx::NV_COLS, E2M1_ZERO, false)
+            }
             other => Err(Unsupported::new(format!("no AVX product of {other}"))),
         }
     }
 
     fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize> {
         Some(layout::panels(rows) * Layout::new(format, cols).panel_bytes)
+    }
+
+    fn for_many(self) -> Option<(usize, Self)> {
+        (self.calls == Calls::Few).then_some((MANY_ROWS, Avx { calls: Calls::Many, ..self }))
+    }
+
+    fn invariant(self) -> Self {
+        Avx { calls: Calls::All, ..self }
     }
 
     fn layout_version(self) -> u32 {

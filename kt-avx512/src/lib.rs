@@ -26,6 +26,8 @@ mod product;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod tiled;
+#[cfg(target_arch = "x86_64")]
+mod words;
 
 use kt_core::cpu::tier::Tier;
 use kt_core::{Backend, Unsupported};

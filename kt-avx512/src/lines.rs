@@ -571,49 +571,50 @@ pub(crate) struct Widen<'a, 'b, L, S, const XG: usize, const WG: usize> {
     pub kind: std::marker::PhantomData<(L, S)>,
 }
 
-impl<L: Codes, S: Scale, const XG: usize, const WG: usize> Widen<'_, '_, L, S, XG, WG> {
-    /// What codes of the next [`XG`] columns, the first of `group` times as many, are multiplied with, and what is added then. The scale of
-    /// the output is left to be applied.
-    #[inline(always)]
-    fn of_group<I: Isa>(&mut self, isa: I, group: usize) -> [I::Flt; 2] {
-        let scales = &mut *self.scales;
-        let zero = isa.splat_f32(-scales.zero as f32);
-        if WG == 0 {
-            return [isa.splat_f32(1.0), zero];
-        }
-        let at = scales.take(XG, S::RECORD);
-        // Two groups share a dword of [`Scale::words`].
-        let first = if S::WORDS == 2 { at - group % 2 * S::RECORD } else { at };
-        let record = scales.bytes(first, S::WORDS.max(1) * S::RECORD).as_ptr();
-        let above = if S::SUPER > 0 { scales.bytes(scales.above, S::SUPER).as_ptr() } else { record };
-        // SAFETY: all bytes of the record, or of two of them, and of the one above.
-        unsafe {
-            let mut scale = isa.plain_nan(S::load(isa, record, above));
-            let mut add = isa.zero();
-            if S::WORDS > 0 {
-                let words = S::words(isa, record, S::factors(isa, above));
-                let (upper, lower) = (isa.down::<16>(words), isa.down::<16>(isa.up::<16>(words)));
-                if S::WORDS == 1 {
-                    add = isa.mul(isa.to_f32(upper), scale);
-                }
-                let of_group = if S::WORDS == 2 && group.is_multiple_of(2) { upper } else { lower };
-                scale = isa.mul(isa.to_f32(of_group), scale);
-            } else if S::MINIMA {
-                add = isa.plain_nan(S::minima(isa, record, above));
+/// What codes of the next `XG` columns, the first of `group` times as many, are multiplied with, and what is added then. The scale of
+/// the output is left to be applied.
+#[inline(always)]
+pub(crate) fn of_group<I: Isa, S: Scale, const XG: usize, const WG: usize>(
+    isa: I,
+    scales: &mut Scales<'_>,
+    group: usize,
+) -> [I::Flt; 2] {
+    let zero = isa.splat_f32(-scales.zero as f32);
+    if WG == 0 {
+        return [isa.splat_f32(1.0), zero];
+    }
+    let at = scales.take(XG, S::RECORD);
+    // Two groups share a dword of [`Scale::words`].
+    let first = if S::WORDS == 2 { at - group % 2 * S::RECORD } else { at };
+    let record = scales.bytes(first, S::WORDS.max(1) * S::RECORD).as_ptr();
+    let above = if S::SUPER > 0 { scales.bytes(scales.above, S::SUPER).as_ptr() } else { record };
+    // SAFETY: all bytes of the record, or of two of them, and of the one above.
+    unsafe {
+        let mut scale = isa.plain_nan(S::load(isa, record, above));
+        let mut add = isa.zero();
+        if S::WORDS > 0 {
+            let words = S::words(isa, record, S::factors(isa, above));
+            let (upper, lower) = (isa.down::<16>(words), isa.down::<16>(isa.up::<16>(words)));
+            if S::WORDS == 1 {
+                add = isa.mul(isa.to_f32(upper), scale);
             }
-            if S::ZEROS {
-                add = isa.mul(scale, isa.to_f32(isa.sub(isa.splat(0), S::zeros(isa, record))));
-            } else if !S::MINIMA {
-                add = isa.mul_add(scale, zero, add);
-            }
-            [scale, add]
+            let of_group = if S::WORDS == 2 && group.is_multiple_of(2) { upper } else { lower };
+            scale = isa.mul(isa.to_f32(of_group), scale);
+        } else if S::MINIMA {
+            add = isa.plain_nan(S::minima(isa, record, above));
         }
+        if S::ZEROS {
+            add = isa.mul(scale, isa.to_f32(isa.sub(isa.splat(0), S::zeros(isa, record))));
+        } else if !S::MINIMA {
+            add = isa.mul_add(scale, zero, add);
+        }
+        [scale, add]
     }
 }
 
 impl<L: Codes, S: Scale, const XG: usize, const WG: usize> Job for Widen<'_, '_, L, S, XG, WG> {
     #[inline(always)]
-    fn go<I: Isa>(mut self, isa: I) {
+    fn go<I: Isa>(self, isa: I) {
         let table = L::table(isa);
         // SAFETY: 64 bytes each.
         let middle = unsafe { [isa.load(BYTE[0].as_ptr()), isa.load(BYTE[1].as_ptr())] };
@@ -627,7 +628,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize> Job for Widen<'_, '_,
         let (from, mut to) = (self.from.map(<[u8]>::as_ptr), self.to.as_mut_ptr());
         for group in 0..BLOCK / XG {
             let from = Steps::<L, XG>::after(from, group);
-            let [scale, add] = self.of_group(isa, group);
+            let [scale, add] = of_group::<I, S, XG, WG>(isa, self.scales, group);
             // No closures: compilers leave calls of some, and those have none of the instructions.
             macro_rules! number {
                 ($codes:expr) => {

@@ -7,7 +7,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use kt_core::cpu::input::{BLOCK, Inputs};
+use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
 use kt_core::cpu::kernel::{Outputs, Scratch, Weights};
 use kt_core::format::mx;
 use kt_core::{Format, Group};
@@ -15,16 +15,21 @@ use kt_core::{Format, Group};
 use crate::ahead::{Ahead, Later, Level};
 use crate::blocks::{ASK, Blocks, Decode, Direct, Row};
 use crate::isa::{Isa, Job, Ports, stream_rows};
-use crate::layout::{CHUNK, LINE, Layout, MOST_PANELS, PANEL, SUPER, panels, spread};
+use crate::layout::{CHUNK, LINE, Layout, MOST_PANELS, PANEL, SUPER, panels, spread, whole_blocks};
 use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
     Nibbles, NoScale, Scale, Scales, Summed, Unpack, Widen, WidenFloats,
 };
 use crate::tile::{FloatTile, IntTile, Tile, one_stream, scaled, scaled_blocks};
 use crate::tiled::{self, MOST_ROWS, PIECE, SUMS_SIZE, Spans, TILE_ROWS};
+use crate::words::{
+    self, CHUNK_BLOCKS, Kind, Prepare, PrepareSupers, SUPER_BYTES, WORD_ROWS, chunk_bytes, scales_bytes,
+};
 
 /// Bytes of lines that tiles of rows pass over: most of a first-level cache of 48 KiB, all of one of 32.
 const CACHED: usize = 32 << 10;
+/// The same of lines that have words for scales, beside which inputs then have room.
+const CACHED_WORDS: usize = 24 << 10;
 /// The same where few rows pass over them: there is more to do with each line before it is written than after.
 const FEW: usize = 8 << 10;
 
@@ -40,10 +45,14 @@ pub trait Path<I: Isa> {
     type Lines: Lines;
     /// The same weights as BF16 numbers times their scales, for a tile unit.
     type Widened: Path<I>;
+    /// The same weights with words for scales, if there are inputs for that.
+    type Words: Path<I>;
     /// Whether products are those of integers.
     const INTEGERS: bool;
     /// Whether a tile unit multiplies integers as such.
     const ON_TILES: bool = false;
+    /// Whether there are products of [`Path::Words`].
+    const IN_WORDS: bool = false;
     /// Whether lines are operands.
     const LIGHT: bool;
     /// Whether weights have scales of groups.
@@ -56,12 +65,17 @@ pub trait Path<I: Isa> {
     const SCALED_BLOCKS: usize;
     /// Lines that an operand becomes where lines are unpacked.
     const WIDENED: usize;
+    /// Bytes of the words of [`Path::SCALED_BLOCKS`] blocks, and their unit, if tiles have scales as words; and of these scales as F32, if they become such.
+    const WORDS: [usize; 2] = [0; 2];
     /// Rows of the largest tile over cached lines, of so many rows in all: as many as keep sums (and totals, where scales come in between) in registers.
     fn rows(isa: I, rows: usize) -> usize;
     /// Whether that many rows pass over lines that were unpacked for them, if they do not stream.
     fn unpacked(isa: I, rows: usize) -> bool;
     /// Unpacks the lines of a block, and those of it that lie apart. If it needs its scales, these go on to what is behind them.
     fn unpack(isa: I, from: [&[u8]; 2], scales: &mut Scales<'_>, to: &mut [u8]);
+    /// Unpacks lines of some blocks of a panel, if they are to be, and makes words of their scales, for [`Path::WORDS`]: the second of these parts is
+    /// memory for scales.
+    fn prepare(_: I, _: &Layout, _panel: &[u8], _blocks: Range<usize>, _zero: i32, _to: [&mut [u8]; 3]) {}
     /// Runs a tile of `r` rows x as many panels as few rows have on lines as stored.
     fn stream(isa: I, r: usize, tile: Tile<'_>);
     /// Runs a tile of `r` rows x as many panels as many rows have on lines in the cache, which were unpacked or are operands, or not.
@@ -151,6 +165,11 @@ const fn widens_in_tile<I: Isa, L: Floats>() -> bool {
 /// From how many rows on nibbles are unpacked for [taller] tiles: what is unpacked comes from farther away, with no products beside it.
 const UNPACKED_NIBBLES: usize = 48;
 
+/// Whether tiles of many rows are those of `words.rs`, as scales are words.
+const fn words_of_type<I: Isa, S: Scale>() -> bool {
+    I::LARGE && I::VNNI && !I::TILES && S::WORDS > 0
+}
+
 /// How many tiles pass over cached lines, with rows that differ by one at most, and `most` of them at best: such that have too few rows are not
 /// compiled, rather are there some more in others.
 fn tiles<I: Isa>(rows: usize, most: usize) -> usize {
@@ -161,9 +180,12 @@ fn tiles<I: Isa>(rows: usize, most: usize) -> usize {
 impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for Ints<L, S, XG, WG> {
     type Lines = L;
     type Widened = Widened<Self>;
+    type Words = InWords<Self>;
     const INTEGERS: bool = true;
     // Where inputs have a scale for a whole block, and weights none but that of the output.
     const ON_TILES: bool = XG == BLOCK && WG == 0 && L::OPERANDS == 1;
+    // Of small codes, with scales of 16 or 32 columns, or several times as many.
+    const IN_WORDS: bool = I::LARGE && I::VNNI && !I::TILES && L::SPAN > 4 && WG == XG;
     const LIGHT: bool = L::OPERANDS == 1;
     const GROUPED: bool = S::RECORD > 0;
     // Few rows have the same bits without a tile unit, so that code which has one leaves them out.
@@ -171,10 +193,13 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const ONE_STREAM: usize = one_stream::<L, S, XG, WG>();
     const SCALED_BLOCKS: usize = scaled_blocks::<S>();
     const WIDENED: usize = 1;
+    const WORDS: [usize; 2] = if words_of_type::<I, S>() { [SUPER_BYTES, 0] } else { [0; 2] };
 
     fn rows(isa: I, rows: usize) -> usize {
         if I::TILES {
             2 * TILE_ROWS
+        } else if words_of_type::<I, S>() {
+            WORD_ROWS
         } else if S::WORDS > 0 && I::LARGE {
             5
         } else if !I::LARGE && L::SPAN == 0 && size_of::<I::Wide>() > LINE {
@@ -198,6 +223,17 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         isa.run(Unpack::<L, S, XG, false> { from, scales, to, kind: PhantomData });
     }
 
+    fn prepare(isa: I, layout: &Layout, panel: &[u8], blocks: Range<usize>, _: i32, [lines, words, _]: [&mut [u8]; 3]) {
+        if const { words_of_type::<I, S>() } {
+            let kind = PhantomData;
+            if const { L::NIBBLES } && lines.is_empty() {
+                isa.run(PrepareSupers::<L, S, XG, false> { layout, panel, blocks, lines, words, kind });
+            } else {
+                isa.run(PrepareSupers::<L, S, XG, true> { layout, panel, blocks, lines, words, kind });
+            }
+        }
+    }
+
     fn stream(isa: I, r: usize, tile: Tile<'_>) {
         let kind = PhantomData;
         stream_shapes!(I, Self, r, isa.run(IntTile::<L, S, XG, WG, true, R, P> { tile, kind }))
@@ -210,14 +246,12 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
                 let kind = PhantomData;
                 rows!(r, [1, 2, 3, 4], isa.run(IntTile::<Summed, S, XG, WG, false, R, 2> { tile, kind }))
             });
+        } else if const { words_of_type::<I, S>() } {
+            isa.multiply_words(Kind { nibbles: !unpacked, group: XG, words: words::Words::OfType }, r, tile);
         } else if const { I::LARGE && I::VNNI } && unpacked {
             // All codes are alike to VNNI.
             let kind = PhantomData;
-            if const { S::WORDS > 0 } {
-                rows!(r, [4, 5, 6], isa.run(IntTile::<Bytes<0>, S, XG, WG, false, R, 2> { tile, kind }))
-            } else {
-                rows!(r, [4, 5, 6, 7], isa.run(IntTile::<Bytes<0>, S, XG, WG, false, R, 2> { tile, kind }))
-            }
+            rows!(r, [4, 5, 6, 7], isa.run(IntTile::<Bytes<0>, S, XG, WG, false, R, 2> { tile, kind }))
         } else if const { I::LARGE && L::NIBBLES } {
             let kind = PhantomData;
             rows!(r, [4, 5, 6], isa.run(IntTile::<L, S, XG, WG, false, R, 2> { tile, kind }))
@@ -234,6 +268,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
 impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     type Lines = L;
     type Widened = Widened<Self>;
+    type Words = Self;
     const INTEGERS: bool = false;
     const LIGHT: bool = L::OPERANDS == 1;
     const GROUPED: bool = scaled::span(SCALED).1 > 0;
@@ -314,6 +349,7 @@ macro_rules! widened {
     () => {
         type Lines = L;
         type Widened = Self;
+        type Words = Self;
         const INTEGERS: bool = false;
         const LIGHT: bool = false;
         const GROUPED: bool = false;
@@ -371,6 +407,89 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Widened<Numbers<L, SCALED>
     }
 }
 
+/// Integers of a path whose scales become words: see `words.rs`.
+pub struct InWords<K>(PhantomData<K>);
+
+impl<S: Scale, L: Codes, const XG: usize, const WG: usize> InWords<Ints<L, S, XG, WG>> {
+    /// Whether weights have minima, or what is as good: zero points that are not in the codes.
+    const MINIMA: bool = S::MINIMA || S::ZEROS;
+
+    /// Whether lines are nibbles that are split beside products.
+    fn packed<I: Isa>(isa: I) -> bool {
+        L::NIBBLES && !taller(isa)
+    }
+}
+
+impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for InWords<Ints<L, S, XG, WG>> {
+    type Lines = L;
+    type Widened = Self;
+    type Words = Self;
+    const INTEGERS: bool = true;
+    const LIGHT: bool = false;
+    const GROUPED: bool = true;
+    const STREAMS: bool = false;
+    const ONE_STREAM: usize = 0;
+    const SCALED_BLOCKS: usize = CHUNK_BLOCKS;
+    const WIDENED: usize = 1;
+    const WORDS: [usize; 2] = [chunk_bytes(XG, Self::MINIMA), CHUNK_BLOCKS * scales_bytes(XG, Self::MINIMA)];
+
+    fn rows(_: I, _: usize) -> usize {
+        WORD_ROWS
+    }
+
+    fn unpacked(isa: I, _: usize) -> bool {
+        !Self::packed(isa)
+    }
+
+    fn unpack(_: I, _: [&[u8]; 2], _: &mut Scales<'_>, _: &mut [u8]) {
+        unreachable!("with words")
+    }
+
+    fn prepare(
+        isa: I,
+        layout: &Layout,
+        panel: &[u8],
+        blocks: Range<usize>,
+        zero: i32,
+        [lines, words, scales]: [&mut [u8]; 3],
+    ) {
+        macro_rules! prepare {
+            ($minima:literal, $unpack:literal) => {{
+                let kind = PhantomData;
+                let job = Prepare::<L, S, XG, WG, $minima, $unpack> {
+                    layout,
+                    panel,
+                    blocks,
+                    zero,
+                    lines,
+                    words,
+                    scales,
+                    kind,
+                };
+                isa.run(job);
+            }};
+        }
+        if const { L::NIBBLES && Self::MINIMA } && Self::packed(isa) {
+            prepare!(true, false)
+        } else if const { L::NIBBLES } && Self::packed(isa) {
+            prepare!(false, false)
+        } else if const { Self::MINIMA } {
+            prepare!(true, true)
+        } else {
+            prepare!(false, true)
+        }
+    }
+
+    fn stream(_: I, _: usize, _: Tile<'_>) {
+        unreachable!("these do not stream")
+    }
+
+    fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
+        let words = words::Words::Made { minima: Self::MINIMA };
+        isa.multiply_words(Kind { nibbles: Self::packed(isa), group: XG, words }, r, tile);
+    }
+}
+
 /// One product: what [`kt_core::cpu::kernel::Kernel::product`] is given.
 pub struct Product<'a> {
     /// Weights, and which of their outputs.
@@ -391,8 +510,6 @@ impl Job for Product<'_> {
     fn go<I: Isa>(self, isa: I) {
         let weights = self.outputs.of;
         let (int8, lookups, bf16, f32) = (isa.for_int8(), isa.for_lookups(), isa.for_bf16(), isa.for_f32());
-        // Whether groups are whole blocks.
-        let blocks = |group: Group| group.cols(BLOCK).is_multiple_of(BLOCK);
         match weights.format() {
             Format::F32 => self.on::<_, Numbers<F32Lines, { scaled::NO }>>(f32, Layout::new),
             Format::F16 => self.on::<_, Numbers<F16Lines, { scaled::NO }>>(f32, Layout::new),
@@ -403,20 +520,22 @@ impl Job for Product<'_> {
             Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) => {
                 self.on::<_, Ints<Bytes<0>, NoScale, BLOCK, 0>>(int8, Layout::new)
             }
-            Format::Int8(g) | Format::Int8Offset(g) if blocks(g) => {
+            Format::Int8(g) | Format::Int8Offset(g) if whole_blocks(g) => {
                 self.on::<_, Ints<Bytes<0>, F16Scale<0>, CHUNK, BLOCK>>(int8, Layout::new)
             }
             Format::Int8(_) | Format::Int8Offset(_) => {
                 self.on::<_, Ints<Bytes<0>, F16Scale<0>, CHUNK, CHUNK>>(int8, Layout::new)
             }
-            Format::Int8Asym(g) if blocks(g) => {
+            Format::Int8Asym(g) if whole_blocks(g) => {
                 self.on::<_, Ints<Bytes<0>, F16Scale<2>, CHUNK, BLOCK>>(int8, Layout::new)
             }
             Format::Int8Asym(_) => self.on::<_, Ints<Bytes<0>, F16Scale<2>, CHUNK, CHUNK>>(int8, Layout::new),
             Format::Int4(Group::Row) => self.on::<_, Ints<Nibbles, NoScale, CHUNK, 0>>(int8, Layout::new),
-            Format::Int4(g) if blocks(g) => self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, BLOCK>>(int8, Layout::new),
+            Format::Int4(g) if whole_blocks(g) => {
+                self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, BLOCK>>(int8, Layout::new)
+            }
             Format::Int4(_) => self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, CHUNK>>(int8, Layout::new),
-            Format::Int4Asym(g) if blocks(g) => {
+            Format::Int4Asym(g) if whole_blocks(g) => {
                 self.on::<_, Ints<Nibbles, F16Scale<1>, CHUNK, BLOCK>>(int8, Layout::new)
             }
             Format::Int4Asym(_) => self.on::<_, Ints<Nibbles, F16Scale<1>, CHUNK, CHUNK>>(int8, Layout::new),
@@ -438,8 +557,19 @@ impl Product<'_> {
             self.along::<I, K::Widened>(isa, layout);
         } else if const { I::TILES && !K::INTEGERS && K::GROUPED } && isa.widens() {
             self.along::<I, K::Widened>(isa, layout);
+        } else if matches!(self.inputs.layout(), InputLayout::Int8Words { .. }) {
+            self.in_words::<I, K>(isa, layout);
         } else {
             self.along::<I, K>(isa, layout);
+        }
+    }
+
+    /// Does it with scales of weights that become words, as those of the inputs are ([`InputLayout::Int8Words`]).
+    pub fn in_words<I: Isa, K: Path<I>>(self, isa: I, layout: fn(Format, usize) -> Layout) {
+        if const { K::IN_WORDS } {
+            self.along::<I, K::Words>(isa, layout);
+        } else {
+            unreachable!("inputs were never said to be in words");
         }
     }
 
@@ -475,6 +605,10 @@ impl Product<'_> {
         let inputs = &self.inputs.bytes()[first_row..];
         let later = Later::default();
         let group = layout.group.unwrap_or(BLOCK);
+        let zero = match self.inputs.layout() {
+            InputLayout::Int8Words { zero, .. } => zero,
+            _ => self.zero,
+        };
         // Where the scales of groups begin for block `start`, and how many columns the first of them has left. Divisions: not for each panel.
         let scales_at = |start: usize| (layout.first_record(start), group - start * BLOCK % group);
         // A tile of some panels, the first of which is at `at`, from block `start` on, of all rows.
@@ -543,15 +677,22 @@ impl Product<'_> {
             layout.head / layout.unit + layout.lines[0] + layout.lines[1]
         };
         // Parts of as many blocks each: a last one with few would have the same to begin and to end, and more to ask for with each block.
-        let cached = if I::TILES { PIECE } else { CACHED };
+        let cached = match (I::TILES, K::WORDS[0] > 0) {
+            (true, _) => PIECE,
+            (false, true) => CACHED_WORDS,
+            (false, false) => CACHED,
+        };
         let most_blocks = (cached / (panels * operand_block)).clamp(1, layout.blocks);
         let most_blocks =
             layout.blocks.div_ceil(layout.blocks.div_ceil(most_blocks)).next_multiple_of(K::SCALED_BLOCKS);
-        let unpacked_stride = most_blocks * operand_block;
+        // Unpacked lines of a panel, then words, if scales become such.
+        let unpacked_lines = if unpack { most_blocks * operand_block } else { 0 };
+        let unpacked_stride = unpacked_lines + most_blocks.div_ceil(K::SCALED_BLOCKS) * K::WORDS[0];
         let sums = if I::TILES { SUMS_SIZE } else { 0 };
-        let buffer = self.scratch.panel.get(sums + if unpack { panels * unpacked_stride } else { 0 });
+        let buffer = self.scratch.panel.get(sums + panels * unpacked_stride + K::WORDS[1]);
         let (sums, buffer) = buffer.split_at_mut(sums);
-        let tiles = tiles::<I>(n, K::rows(isa, n));
+        let (buffer, f32_scales) = buffer.split_at_mut(panels * unpacked_stride);
+        let tiles = if K::WORDS[0] > 0 { n.div_ceil(WORD_ROWS) } else { tiles::<I>(n, K::rows(isa, n)) };
         // `larger` of one row more, then the others.
         let (rows, larger) = (n / tiles, n % tiles);
         // Sums of a tile unit have a buffer.
@@ -565,7 +706,15 @@ impl Product<'_> {
             for start in (0..layout.blocks).step_by(most_blocks) {
                 let blocks = most_blocks.min(layout.blocks - start);
                 let scales = scales_at(start);
-                if unpack {
+                if const { K::WORDS[0] > 0 } {
+                    for p in 0..panels {
+                        let to = &mut buffer[p * unpacked_stride..][..unpacked_stride];
+                        let (lines, words) = to.split_at_mut(unpacked_lines);
+                        let panel = packed.get(at + p * stride..).unwrap_or_default();
+                        let to = [lines, words, &mut *f32_scales];
+                        K::prepare(isa, &layout, panel, start..start + blocks, zero, to);
+                    }
+                } else if unpack {
                     for p in 0..panels {
                         let to = &mut buffer[p * unpacked_stride..][..blocks * operand_block];
                         let mut scales = Scales {
@@ -620,7 +769,10 @@ impl Product<'_> {
                         end if first < end => (rows + 1, together((end - first) / (rows + 1), rows + 1)),
                         _ => (rows, together((n - first) / rows, rows)),
                     };
-                    let part = part(at, start, blocks, scales);
+                    let mut part = part(at, start, blocks, scales);
+                    if K::WORDS[0] > 0 {
+                        (part.panel, part.panel_stride) = (&buffer[unpacked_lines..], unpacked_stride);
+                    }
                     let tile = Tile {
                         weights: if unpack {
                             [&*buffer, &[]]

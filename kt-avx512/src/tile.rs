@@ -220,7 +220,7 @@ impl Tile<'_> {
 
     /// The totals to go on from, of the tile that begins with row `first`.
     #[inline(always)]
-    fn begin<I: Isa, const R: usize, const P: usize>(&self, isa: I, first: usize) -> [[I::Flt; P]; R] {
+    pub(crate) fn begin<I: Isa, const R: usize, const P: usize>(&self, isa: I, first: usize) -> [[I::Flt; P]; R] {
         let mut total = [[isa.zero(); P]; R];
         if self.first_block > 0 {
             for (r, total) in total.iter_mut().enumerate() {
@@ -237,7 +237,7 @@ impl Tile<'_> {
     /// Writes the totals of the tile that begins with row `first`, at the end times `up`, and times the scales of outputs, if there are
     /// such.
     #[inline(always)]
-    fn end<I: Isa, const R: usize, const P: usize>(
+    pub(crate) fn end<I: Isa, const R: usize, const P: usize>(
         &mut self,
         isa: I,
         first: usize,

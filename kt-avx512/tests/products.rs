@@ -234,6 +234,45 @@ fn a_number_does_not_depend_on_what_is_computed_with_it() {
     }
 }
 
+/// The kernels for many rows that have other inputs of a format.
+fn in_words(format: Format) -> Vec<Avx> {
+    let many = kernels().into_iter().filter_map(|kernel| kernel.for_many());
+    let many = many.map(|(_, kernel)| kernel);
+    many.filter(|k| matches!(k.accepts(format, 16, 384), Ok((InputLayout::Int8Words { .. }, _)))).collect()
+}
+
+#[test]
+fn products_with_scales_as_words_are_near_and_the_same_in_any_batch() {
+    let mut found = 0;
+    for format in formats() {
+        for (rows, cols) in SHAPES {
+            let Some(matrix) = random_matrix(format, rows, cols, ScaleType::Bf16, 7) else { continue };
+            let mut first: Option<Vec<f32>> = None;
+            for kernel in in_words(format) {
+                found += 1;
+                let (layout, _) = kernel.accepts(format, rows, cols).expect("accepted");
+                let w = weights(kernel, &matrix);
+                let x = Rows::new(kernel, layout, &random_inputs(70, cols, 9), cols);
+                let all: Vec<u32> = (0..70).collect();
+                let want = product(kernel, &w, 0..rows, &x, &all);
+                let error = worst_error(&matrix, &x, &all, &want);
+                // Of scales that differ by 2^6 and more the least have a word of some 100, and a sum of some 10 is rounded to an integer.
+                assert!(error < 1e-3, "{format} {rows}x{cols}: {error:.1e}");
+                let first = first.get_or_insert_with(|| want.clone());
+                assert!(bits(first) == bits(&want), "{format} {rows}x{cols} differs by ports");
+                for n in [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 40] {
+                    let pick: Vec<u32> = (0..n).map(|i| (i * 17 + n) % 70).collect();
+                    let got = product(kernel, &w, 0..rows, &x, &pick);
+                    for (got, &row) in got.chunks_exact(rows).zip(&pick) {
+                        assert_eq!(bits(got), bits(&want[row as usize * rows..][..rows]), "{format}, {n} rows");
+                    }
+                }
+            }
+        }
+    }
+    assert!(found > 0 || kernels().iter().all(|k| k.for_many().is_none()));
+}
+
 #[test]
 fn int8_products_are_the_same_on_every_tier() {
     let kernels = kernels();
@@ -319,6 +358,15 @@ fn extreme_codes_do_not_saturate() {
                     let got = product(kernel, &weights(kernel, &matrix), 0..16, &x, rows);
                     let want = sign * value * cols as f32;
                     assert!(got.iter().all(|&v| v == want), "{} {format} {code:#x}: {want} {got:?}", kernel.tier());
+                }
+            }
+            if let Some((_, kernel)) = kernel.for_many().filter(|(_, kernel)| in_words(format).contains(kernel)) {
+                let (layout, _) = kernel.accepts(format, 16, cols).unwrap();
+                for sign in [-127.0f32, 127.0] {
+                    let x = Rows::new(kernel, layout, &vec![sign; cols * 9], cols);
+                    let got = product(kernel, &weights(kernel, &matrix), 0..16, &x, &[0, 1, 2, 3, 4, 5, 6, 7, 8]);
+                    let want = sign * value * cols as f32;
+                    assert!(got.iter().all(|v| (v / want - 1.0).abs() < 1e-3), "{format} {code:#x}: {want} {got:?}");
                 }
             }
         }
@@ -423,7 +471,8 @@ fn inputs_of_any_size_give_the_same_in_any_batch() {
 
 #[test]
 fn nan_and_infinity_stay_in_their_row() {
-    for kernel in kernels() {
+    let many = kernels().into_iter().filter_map(|kernel| kernel.for_many()).map(|(_, kernel)| kernel);
+    for kernel in kernels().into_iter().chain(many) {
         for format in formats() {
             let (rows, cols) = (48, 192);
             let Some(matrix) = random_matrix(format, rows, cols, ScaleType::Bf16, 47) else { continue };
@@ -467,6 +516,10 @@ fn inputs_and_activations_are_those_of_the_core() {
                 InputLayout::Int8 { group: 32, sums: Sums::PairWords(-8) },
                 InputLayout::Int8 { group: 32, sums: Sums::PairScaled(-16) },
                 InputLayout::Int8 { group: 128, sums: Sums::Times(-128) },
+                InputLayout::Int8Words { group: 16, zero: 12, minima: false },
+                InputLayout::Int8Words { group: 16, zero: 2, minima: true },
+                InputLayout::Int8Words { group: 32, zero: 8, minima: false },
+                InputLayout::Int8Words { group: 32, zero: 16, minima: true },
             ] {
                 for x in [&x, &flat] {
                     let (mut got, mut want) = (vec![1; layout.block_bytes()], vec![2; layout.block_bytes()]);

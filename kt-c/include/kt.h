@@ -68,7 +68,7 @@ typedef struct kt_options {
     const char *plugin;     /* load the backend of this shared library too */
     const char *plugin_dir; /* and those of all plugins of this directory */
     int32_t in_place;       /* not 0: weights from the checkpoint's map wherever a backend can, for less memory */
-    int32_t batch_invariant; /* not 0: a token has the same numbers whatever else is in a call, where a backend has a faster way for many (amx) */
+    int32_t batch_invariant; /* not 0: a token has the same numbers whatever else is in a call, where a backend has a faster way for many */
 } kt_options;
 
 /* Starts a runtime with its threads. `options` may be NULL. */

@@ -162,7 +162,7 @@ impl Factors {
         match inputs {
             InputLayout::F32 => Factors::F32,
             InputLayout::Bf16 => Factors::Bf16,
-            InputLayout::Int8 { .. } => Factors::Int8,
+            InputLayout::Int8 { .. } | InputLayout::Int8Words { .. } => Factors::Int8,
         }
     }
 

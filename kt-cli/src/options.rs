@@ -71,7 +71,8 @@ pub struct RuntimeArgs {
     /// that find no room when they are packed.
     #[arg(long)]
     pub in_place: bool,
-    /// Give a token the same numbers whatever else is in a call, where a backend has a faster way for many tokens that rounds otherwise: amx.
+    /// Give a token the same numbers whatever else is in a call, where a backend has a faster way for many tokens that rounds otherwise: amx, and avx512 and llamafile
+    /// for some formats with scales of groups.
     #[arg(long)]
     pub batch_invariant: bool,
     /// Keep packed experts in this directory: the first load writes them, later ones map them. May be deleted at any time.

@@ -16,8 +16,8 @@ use crate::blocks::{Iq1M, Iq1S, Iq2S, Iq2Xs, Iq2Xxs, Iq3S, Iq3Xxs};
 use crate::layout::{self, packed_layout};
 use crate::lines::{
     Eights, FiveBits, Half, HalfPower, IQ1_ZERO, IQ2_ZERO, IQ3_S_ZERO, IQ3_XXS_ZERO, InUnits, Iq1Codes, Iq2Codes,
-    Iq3SCodes, Iq3XxsCodes, Iq4, MoreOrLess, NibblesWithMinima, Signed, SignedPairs, SixBits, ThreeBits, TwoBits,
-    WithMinima,
+    Iq3SCodes, Iq3XxsCodes, Iq4, MoreOrLess, NibblesWithMinima, OfEights, Signed, SignedPairs, SixBits, ThreeBits,
+    TwoBits, WithMinima,
 };
 
 /// Products of GGUF blocks, by the best instructions of this CPU. Holding a value proves that the CPU has them.
@@ -109,7 +109,30 @@ impl Kernel for Llamafile {
             (false, false) => "vpmaddubsw, blocks repacked by 16 outputs",
             (false, true) => "vpmaddubsw, blocks in place, decoded for each product",
         };
-        Ok((InputLayout::Int8 { group, sums }, how))
+        let few = InputLayout::Int8 { group, sums };
+        // Of types with small codes and scales of groups that gain by it: columns of a scale, zero point, and whether there are minima.
+        let many = match format {
+            Format::Q4_1 => Some((32, 8, true)),
+            Format::Q5_0 => Some((32, 16, false)),
+            Format::Q5_1 | Format::Q5K => Some((32, 16, true)),
+            Format::Q2K => Some((16, 16, true)),
+            Format::Iq1M => Some((16, IQ1_ZERO, false)),
+            Format::Iq3S => Some((32, IQ3_S_ZERO, false)),
+            _ => None,
+        };
+        let inputs = match many {
+            Some((group, zero, minima)) if !in_place => self.avx.inputs_of_many(few, group, zero, minima),
+            _ => few,
+        };
+        Ok((inputs, how))
+    }
+
+    fn for_many(self) -> Option<(usize, Self)> {
+        self.avx.for_many().map(|(rows, avx)| (rows, Llamafile { avx, ..self }))
+    }
+
+    fn invariant(self) -> Self {
+        Llamafile { avx: self.avx.invariant(), ..self }
     }
 
     fn packed_bytes(self, format: Format, rows: usize, cols: usize) -> Option<usize> {
@@ -178,6 +201,10 @@ impl Job for OfBlocks<'_> {
             Format::Q5_1 => p.on::<_, Ints<FiveBits, Half<true>, 32, 32>>(isa, packed_layout),
             Format::Iq4Nl => p.on::<_, Ints<Iq4, Half<false>, 32, 32>>(isa, packed_layout),
             Format::Mxfp4Ggml => p.on::<_, Ints<E2m1, HalfPower, 32, 32>>(isa, packed_layout),
+            // Sums of larger codes are rounded less.
+            Format::Q2K if matches!(p.inputs.layout(), InputLayout::Int8Words { .. }) => {
+                p.in_words::<_, Ints<Eights, OfEights, 16, 16>>(isa, packed_layout)
+            }
             Format::Q2K => p.on::<_, Ints<TwoBits, NibblesWithMinima, 16, 16>>(isa, packed_layout),
             Format::Q3K => p.on::<_, Ints<ThreeBits, SignedPairs, 16, BLOCK>>(isa, packed_layout),
             Format::Q4K => p.on::<_, Ints<Nibbles, InUnits, 32, BLOCK>>(isa, packed_layout),

@@ -71,7 +71,7 @@ codes!(
     }
 );
 codes!(
-    /// Two bits, of coordinates of IQ1, times 8, up to 25 with [`MoreOrLess::shift`]: 4 x 2 x 25 x 127 < 2^15.
+    /// Two bits, times 8: of coordinates of IQ1, up to 25 with [`MoreOrLess::shift`], 4 x 2 x 25 x 127 < 2^15; or those of Q2_K with [`OfEights`].
     Eights, [32, 0], bundle: 2, steps: 1, span: 16, |isa, at, _line, _step| {
         // SAFETY: a step, by the caller's promise.
         unsafe { isa.load_bit_pairs::<3>(at[0]) }
@@ -469,6 +469,27 @@ impl Scale for NibblesWithMinima {
         let (v, d) = unsafe { (isa.load_u8(record), isa.load_f16(above.wrapping_add(PANEL * 2))) };
         // The high nibble where it is, 16 times as large.
         isa.mul(isa.to_f32(isa.and(v, isa.splat(0xf0))), isa.mul(d, isa.splat_f32(-1.0 / 16.0)))
+    }
+}
+
+/// As [`NibblesWithMinima`], for codes that are eight times as large.
+#[derive(Clone, Copy)]
+pub struct OfEights;
+
+impl Scale for OfEights {
+    const RECORD: usize = NibblesWithMinima::RECORD;
+    const SUPER: usize = NibblesWithMinima::SUPER;
+    const OUTPUTS: bool = false;
+    const MINIMA: bool = true;
+    #[inline(always)]
+    unsafe fn load<I: Isa>(isa: I, record: *const u8, above: *const u8) -> I::Flt {
+        // SAFETY: by the caller's promise.
+        isa.mul(unsafe { NibblesWithMinima::load(isa, record, above) }, isa.splat_f32(0.125))
+    }
+    #[inline(always)]
+    unsafe fn minima<I: Isa>(isa: I, record: *const u8, above: *const u8) -> I::Flt {
+        // SAFETY: by the caller's promise.
+        unsafe { NibblesWithMinima::minima(isa, record, above) }
     }
 }
 

@@ -3,6 +3,7 @@
 #![cfg(target_arch = "x86_64")]
 
 use kt_avx512::engine::Ports;
+use kt_core::cpu::input::InputLayout;
 use kt_core::cpu::kernel::Kernel;
 use kt_core::cpu::tier::Tier;
 use kt_core::format::{ALL, ggml};
@@ -71,6 +72,13 @@ fn kernels() -> Vec<Llamafile> {
 fn kernels_of(format: Format) -> Vec<Llamafile> {
     let both = |k: Llamafile| [Some(k), Some(k.in_place()).filter(|k| k.uses_in_place(format))];
     kernels().into_iter().flat_map(both).flatten().collect()
+}
+
+/// The kernels for many rows that make words of this type's scales.
+fn in_words(format: Format) -> Vec<Llamafile> {
+    let many = kernels().into_iter().filter_map(|k| k.for_many());
+    let many = many.map(|(_, k)| k);
+    many.filter(|k| matches!(k.accepts(format, 16, 256), Ok((InputLayout::Int8Words { .. }, _)))).collect()
 }
 
 /// A kernel, for messages.
@@ -195,6 +203,38 @@ fn products_match_plain_arithmetic_for_all_shapes() {
 }
 
 #[test]
+fn products_with_scales_as_words_are_near_and_the_same_in_any_batch() {
+    let mut types = 0;
+    for format in native() {
+        types += usize::from(!in_words(format).is_empty());
+        for &(outputs, cols) in shapes(format) {
+            let m = matrix(format, outputs, cols, cols as u64);
+            let values = random_rows(70, cols, 3);
+            let rows: Vec<u32> = (0..70).collect();
+            let mut first: Option<Vec<f32>> = None;
+            for k in in_words(format) {
+                let (layout, _) = k.accepts(format, outputs, cols).unwrap();
+                let (x, w) = (Rows::new(k, layout, &values, cols), weights(k, &m));
+                let out = product(k, &w, 0..outputs, &x, &rows);
+                let error = error(&m, &x, &rows, &out);
+                assert!(error < 1e-3, "{format} [{outputs}, {cols}]: relative error {error:e}");
+                let first = first.get_or_insert_with(|| out.clone());
+                assert!(out.iter().zip(first).all(|(a, b)| a.to_bits() == b.to_bits()), "{format} differs by ports");
+                for n in [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 40] {
+                    let pick: Vec<u32> = (0..n).map(|i| (i * 17 + n) % 70).collect();
+                    let got = product(k, &w, 0..outputs, &x, &pick);
+                    for (got, &row) in got.chunks_exact(outputs).zip(&pick) {
+                        let want = &out[row as usize * outputs..][..outputs];
+                        assert!(got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits()), "{format}, {n} rows");
+                    }
+                }
+            }
+        }
+    }
+    assert_eq!(types, if kernels().iter().any(|k| k.tier() == Tier::Avx512Vnni) { 7 } else { 0 });
+}
+
+#[test]
 fn extreme_codes_do_not_overflow() {
     for format in native() {
         let m = extreme(format);
@@ -206,6 +246,19 @@ fn extreme_codes_do_not_overflow() {
                 for rows in [&[0, 1][..], &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]] {
                     let error = error(&m, &x, rows, &product(k, &weights(k, &m), 0..m.rows(), &x, rows));
                     assert!(error < 3e-6, "{format} on {}: relative error {error:e}", name(k, format));
+                }
+            }
+            for k in in_words(format) {
+                let (layout, _) = k.accepts(format, m.rows(), m.cols()).unwrap();
+                let x = Rows::new(k, layout, &values, m.cols());
+                let got = product(k, &weights(k, &m), 0..m.rows(), &x, &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
+                let w = as_packed(&m);
+                let most = w.iter().fold(0f32, |most, w| most.max(w.abs()));
+                for (o, w) in w.chunks_exact(m.cols()).enumerate() {
+                    let want: f64 = w.iter().enumerate().map(|(k, &w)| w as f64 * x.get(9, k)).sum();
+                    // Of outputs whose scales and minima cancel out what is left is anything: as a fraction of the largest that there are.
+                    let error = (got[9 * m.rows() + o] as f64 - want).abs() / (most as f64 * m.cols() as f64);
+                    assert!(error < 1e-3, "{format} in words: output {o} is off by {error:e}");
                 }
             }
         }
@@ -270,7 +323,7 @@ fn a_non_finite_input_poisons_its_row_only() {
         let m = matrix(format, 16, 256, 9);
         let mut values = random_rows(3, 256, 1);
         values[256 + 77] = f32::NAN;
-        for k in kernels_of(format) {
+        for k in kernels_of(format).into_iter().chain(in_words(format)) {
             let (layout, _) = k.accepts(format, 16, 256).unwrap();
             let x = Rows::new(k, layout, &values, 256);
             let out = product(k, &weights(k, &m), 0..16, &x, &[0, 1, 2]);

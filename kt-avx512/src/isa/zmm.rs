@@ -8,7 +8,9 @@ use super::{
     Bits, FP8_UP, Grid, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, load_points, ops, run_with, same_code,
     stream_rows, sum8, token,
 };
+use crate::tile::Tile;
 use crate::tiled::{TileProduct, TileUnit};
+use crate::words::Kind;
 
 token!(
     /// AVX-512 F, BW, VL, DQ.
@@ -479,6 +481,12 @@ macro_rules! bytes_by_vnni {
     () => {
         type Wide = __m512i;
         const VNNI: bool = true;
+
+        #[inline(always)]
+        fn multiply_words(self, kind: Kind, r: usize, tile: Tile<'_>) {
+            // SAFETY: `self` proves AVX-512 F, BW and VNNI.
+            unsafe { crate::words::run(kind, r, tile) }
+        }
 
         ops! {
             fn wide(self, w: __m512i) -> __m512i { w }

@@ -426,8 +426,12 @@ impl<K: Kernel> Backend for CpuBackend<K> {
             per_row(gate, layer.hidden) + up + per_row(down, layer.intermediate) * layer.top_k as u64
         };
         let mut scratch_bytes_per_token = scratch(layouts_of_few);
-        if let Some((_, kernel)) = self.kernel.for_many() {
-            scratch_bytes_per_token = scratch_bytes_per_token.max(scratch(layouts(kernel, layer)?));
+        if let Some((rows, kernel)) = self.kernel.for_many() {
+            let of_many = layouts(kernel, layer)?;
+            scratch_bytes_per_token = scratch_bytes_per_token.max(scratch(of_many));
+            for layout in of_many.iter().filter(|layout| !layouts_of_few.contains(layout)) {
+                say(format!("{layout} in calls of {rows} rows of an expert and more"));
+            }
         }
         Ok(Fit {
             rank: self.kernel.rank(),

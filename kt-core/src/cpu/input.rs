@@ -29,6 +29,25 @@ pub enum InputLayout {
         /// What is kept of the sums of the codes.
         sums: Sums,
     },
+    /// 128 signed codes, as those of groups of `group` columns of [`InputLayout::Int8`]; then the unit of the block, an F32; then for each two groups
+    /// three numbers of 32 bits, or four:
+    ///
+    /// - the scales of both as words, that of the first one above: `x = code * scale * 2^-15 * unit`;
+    /// - minus `zero` times the sum of the codes of the first one, and 1 more in every other pair;
+    /// - the same of the second one, with nothing more;
+    /// - with `minima`, their sums of codes times scales, times 2^-15, as words.
+    ///
+    /// For weights whose scales are words as well. Sums of products of the codes of a group with integers of up to `zero` fit a signed word: where they
+    /// would not, the codes are smaller. A sum that is moved above another one is one less where that one is negative, which is every other time:
+    /// hence the 1.
+    Int8Words {
+        /// Columns per scale, of weights as well: 16 or 32.
+        group: usize,
+        /// The zero point of the weights, and the largest magnitude less that: up to 16.
+        zero: i32,
+        /// Whether weights have minima.
+        minima: bool,
+    },
 }
 
 /// What [`InputLayout::Int8`] keeps of the sum of a group's codes.
@@ -151,7 +170,21 @@ impl InputLayout {
             InputLayout::F32 => BLOCK * 4,
             InputLayout::Bf16 => BLOCK * 2,
             InputLayout::Int8 { group, sums } => BLOCK + BLOCK / group * 4 * (1 + sums.of_group()),
+            InputLayout::Int8Words { group, minima, .. } => BLOCK + 4 + BLOCK / (2 * group) * Self::pair_bytes(minima),
         }
+    }
+
+    /// Bytes of what [`InputLayout::Int8Words`] has for two groups.
+    #[inline(always)]
+    pub const fn pair_bytes(minima: bool) -> usize {
+        if minima { 16 } else { 12 }
+    }
+
+    /// What [`to_words`] wants kept of the codes of groups of `group` columns, which are rounded accordingly.
+    #[inline(always)]
+    pub const fn before_words(group: usize, zero: i32) -> Sums {
+        // Those of 16 columns fit in any case; halves that sum up to half as much make up groups that do.
+        if group == 16 { Sums::Times(-zero) } else { Sums::Halves(-2 * zero) }
     }
 
     /// Bytes of `rows` rows of `cols` columns.
@@ -166,6 +199,7 @@ impl fmt::Display for InputLayout {
             InputLayout::F32 => f.pad("f32 inputs"),
             InputLayout::Bf16 => f.pad("bf16 inputs"),
             InputLayout::Int8 { group, .. } => f.pad(&format!("int8 inputs, groups of {group}")),
+            InputLayout::Int8Words { group, .. } => f.pad(&format!("int8 inputs, groups of {group}, scales as words")),
         }
     }
 }
@@ -186,20 +220,98 @@ pub fn pack_block(layout: InputLayout, x: &[f32], out: &mut [u8]) {
                 o.copy_from_slice(&f32_to_bf16(v).to_le_bytes());
             }
         }
-        InputLayout::Int8 { group, sums } => {
-            let (codes, rest) = out.split_at_mut(BLOCK);
-            let (scales, kept) = rest.split_at_mut(BLOCK / group * 4);
-            for (g, x) in full.chunks_exact(group).enumerate() {
-                let codes = &mut codes[g * group..][..group];
-                let scale = round_group(x, codes, sums.most());
-                let halves = halves(codes, |code| code);
-                scales[g * 4..][..4].copy_from_slice(&scale.to_le_bytes());
-                let bytes = sums.of_group() * 4;
-                sums.write(halves, scale, &mut kept[g * bytes..][..bytes]);
-            }
+        InputLayout::Int8 { group, sums } => pack_int8(group, sums, &full, out),
+        InputLayout::Int8Words { group, zero, .. } => {
+            let mut block = [0; WORDS_BLOCK];
+            pack_int8(group, InputLayout::before_words(group, zero), &full, &mut block);
+            to_words(layout, &block, out);
         }
     }
 }
+
+/// A block of [`InputLayout::Int8`].
+#[inline(always)]
+fn pack_int8(group: usize, sums: Sums, x: &[f32; BLOCK], out: &mut [u8]) {
+    let (codes, rest) = out.split_at_mut(BLOCK);
+    let (scales, kept) = rest.split_at_mut(BLOCK / group * 4);
+    for (g, x) in x.chunks_exact(group).enumerate() {
+        let codes = &mut codes[g * group..][..group];
+        let scale = round_group(x, codes, sums.most());
+        let halves = halves(codes, |code| code);
+        scales[g * 4..][..4].copy_from_slice(&scale.to_le_bytes());
+        let bytes = sums.of_group() * 4;
+        sums.write(halves, scale, &mut kept[g * bytes..][..bytes]);
+    }
+}
+
+/// Bytes that a block which [`to_words`] takes has room in.
+pub const WORDS_BLOCK: usize = InputLayout::Int8 { group: 16, sums: Sums::Times(1) }.block_bytes();
+
+/// Makes a block of [`InputLayout::Int8Words`] of one of [`InputLayout::Int8`] with [`InputLayout::before_words`]. Vectorizes inside a
+/// `#[target_feature]` caller.
+///
+/// # Panics
+/// When `layout` is another one, or `out` not one block long.
+#[inline(always)]
+pub fn to_words(layout: InputLayout, block: &[u8; WORDS_BLOCK], out: &mut [u8]) {
+    let InputLayout::Int8Words { group, zero, minima } = layout else { panic!("not in words: {layout}") };
+    assert!(out.len() == layout.block_bytes());
+    match group {
+        16 => words::<16>(zero, minima, block, out),
+        _ => words::<32>(zero, minima, block, out),
+    }
+}
+
+/// See [`to_words`].
+#[inline(always)]
+fn words<const GROUP: usize>(zero: i32, minima: bool, block: &[u8; WORDS_BLOCK], out: &mut [u8]) {
+    let groups = BLOCK / GROUP;
+    let (codes, rest) = block.split_at(BLOCK);
+    let (of_groups, kept) = rest.split_at(groups * 4);
+    let (out_codes, out) = out.split_at_mut(BLOCK);
+    out_codes.copy_from_slice(codes);
+    let bits = |bytes: &[u8], i: usize| i32::from_le_bytes([0, 1, 2, 3].map(|b| bytes[i * 4 + b]));
+    // Of groups that there are not, nothing.
+    let mut scales = [0f32; BLOCK / 16];
+    let mut largest = 0;
+    for (g, scale) in scales[..groups].iter_mut().enumerate() {
+        // Not negative, and so ordered as their bits, NaN above all.
+        *scale = f32::from_bits(bits(of_groups, g) as u32);
+        largest = largest.max(scale.to_bits());
+    }
+    let largest = f32::from_bits(largest);
+    let (unit, out) = out.split_at_mut(4);
+    unit.copy_from_slice(&(largest * (32768.0 / WORD_TOP)).to_le_bytes());
+    let nearest = |v: f32| (v + TO_INTEGER).to_bits() as i32 - TO_INTEGER.to_bits() as i32;
+    let by = if largest > 0.0 { largest } else { f32::INFINITY };
+    let mut words = [0; BLOCK / 16];
+    for (word, scale) in words[..groups].iter_mut().zip(scales) {
+        *word = nearest(scale / by * WORD_TOP);
+    }
+    // Sums times minus the zero point: of both halves, each twice that, or of the whole.
+    let sum = |g: usize| match GROUP {
+        16 => bits(kept, g),
+        _ => (bits(kept, g * 2) + bits(kept, g * 2 + 1) - WORD_ZERO) / 2,
+    };
+    let down = -1.0 / (32768.0 * zero as f32);
+    for (pair, out) in out.chunks_exact_mut(InputLayout::pair_bytes(minima)).enumerate() {
+        let (first, second) = (pair * 2, pair * 2 + 1);
+        let (sums, words) = ([sum(first), sum(second)], [words[first], words[second]]);
+        let scaled = |i: usize| nearest(sums[i] as f32 * words[i] as f32 * down);
+        let numbers = [
+            words[0] << 16 | words[1],
+            sums[0] + (pair & 1) as i32,
+            sums[1],
+            if minima { scaled(0) << 16 | (scaled(1) & 0xffff) } else { 0 },
+        ];
+        for (out, number) in out.as_chunks_mut::<4>().0.iter_mut().zip(numbers) {
+            *out = number.to_le_bytes();
+        }
+    }
+}
+
+/// The largest scale of a block of [`InputLayout::Int8Words`].
+const WORD_TOP: f32 = i16::MAX as f32;
 
 /// Lanes of the sums below: kept apart so that they vectorize, and in the same order on every tier.
 const LANES: usize = 16;
@@ -387,6 +499,56 @@ mod tests {
                     assert!((want - scale * *c as f32).abs() <= scale * 0.5001);
                 }
             }
+        }
+    }
+
+    #[test]
+    fn blocks_in_words_are_those_of_groups_of_32_with_integer_scales() {
+        let mut random = crate::testing::Random(5);
+        for (group, zero, minima) in [(16, 12, false), (16, 2, true), (32, 8, true), (32, 16, false)] {
+            // Groups of unlike sizes, one of zeros, and one whose codes are all large.
+            let x: [f32; BLOCK] = std::array::from_fn(|i| match i / 32 {
+                0 => random.normal(),
+                1 => 0.0,
+                2 => 0.03 * random.normal(),
+                _ => 0.5 * (random.normal().signum() + 0.01),
+            });
+            let layout = InputLayout::Int8Words { group, zero, minima };
+            let mut out = vec![0xaa; layout.block_bytes()];
+            pack_block(layout, &x, &mut out);
+            let bits = |at: usize| i32::from_le_bytes([0, 1, 2, 3].map(|i| out[at + i]));
+            let unit = f32::from_bits(bits(BLOCK) as u32);
+            for pair in 0..BLOCK / (2 * group) {
+                let at = BLOCK + 4 + pair * InputLayout::pair_bytes(minima);
+                for second in 0..2 {
+                    let first_column = (pair * 2 + second) * group;
+                    let codes = out[first_column..][..group].iter().map(|&c| i32::from(c as i8));
+                    let (sum, reach) = codes.clone().fold((0, 0), |(sum, reach), c| (sum + c, reach + c.abs()));
+                    // What products are at most fits a word.
+                    assert!(reach * zero < 1 << 15, "{layout:?} {reach}");
+                    let word = |at: usize| if second == 0 { bits(at) >> 16 } else { i32::from(bits(at) as i16) };
+                    let scale = word(at);
+                    let more = if second == 0 { (pair & 1) as i32 } else { 0 };
+                    assert_eq!(bits(at + 4 + second * 4), -zero * sum + more, "{layout:?}");
+                    if minima {
+                        assert!((f64::from(word(at + 12)) - f64::from(sum * scale) / 32768.0).abs() < 0.51);
+                    }
+                    for (code, x) in codes.zip(&x[first_column..]) {
+                        let got = code as f32 * scale as f32 / 32768.0 * unit;
+                        // Half a code, of as many as are left where sums would not fit, and what the scale is rounded by.
+                        let code = unit * (scale as f32 + 0.5) / 32768.0;
+                        assert!((got - x).abs() <= code * 0.51 + x.abs() * 1e-4 + unit * 2e-3, "{layout:?}: {got} {x}");
+                    }
+                }
+            }
+        }
+        let layout = InputLayout::Int8Words { group: 32, zero: 8, minima: false };
+        for (bad, unit) in [(f32::NAN, f32::NAN), (f32::INFINITY, f32::NAN), (0.0, 0.0)] {
+            let (mut out, mut x) = (vec![0xaa; layout.block_bytes()], [0.0; BLOCK]);
+            x[40] = bad;
+            pack_block(layout, &x, &mut out);
+            let got = f32::from_le_bytes([0, 1, 2, 3].map(|i| out[BLOCK + i]));
+            assert!(got == unit || got.is_nan() && unit.is_nan(), "{got}");
         }
     }
 

@@ -133,6 +133,9 @@ fn input(layout: InputLayout) -> abi::Input {
             };
             abi::Input { kind: 2, group: group as u32, sums, times }
         }
+        InputLayout::Int8Words { group, zero, minima } => {
+            abi::Input { kind: 3, group: group as u32, sums: minima.into(), times: zero }
+        }
     }
 }
 
@@ -153,6 +156,9 @@ fn input_of(input: abi::Input) -> Option<InputLayout> {
                 _ => return None,
             };
             InputLayout::Int8 { group: group as usize, sums }
+        }
+        (3, group @ (16 | 32), minima @ (0 | 1)) if input.times > 0 => {
+            InputLayout::Int8Words { group: group as usize, zero: input.times, minima: minima == 1 }
         }
         _ => return None,
     })
@@ -343,12 +349,14 @@ mod tests {
                 all.push(InputLayout::Int8 { group, sums });
             }
         }
+        all.push(InputLayout::Int8Words { group: 16, zero: 12, minima: false });
+        all.push(InputLayout::Int8Words { group: 32, zero: 8, minima: true });
         for layout in all {
             assert_eq!(input_of(input(layout)), Some(layout));
         }
         let known = abi::Input { kind: 2, group: 32, sums: 0, times: 1 };
         for unknown in
-            [abi::Input { kind: 3, ..known }, abi::Input { group: 64, ..known }, abi::Input { sums: 8, ..known }]
+            [abi::Input { kind: 4, ..known }, abi::Input { group: 64, ..known }, abi::Input { sums: 8, ..known }]
         {
             assert_eq!(input_of(unknown), None);
         }

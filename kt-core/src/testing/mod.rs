@@ -87,6 +87,7 @@ pub fn bound(fit: &Fit) -> f64 {
             InputLayout::Bf16 => 0.005,
             InputLayout::Int8 { group, .. } if *group <= 32 => 0.012,
             InputLayout::Int8 { .. } => 0.02,
+            InputLayout::Int8Words { .. } => 0.012,
         })
         .fold(0.0, f64::max)
 }

@@ -52,6 +52,13 @@ impl Rows {
             InputLayout::F32 => f32_at(k * 4),
             InputLayout::Bf16 => bf16_to_f32(u16::from_le_bytes([block[k * 2], block[k * 2 + 1]])) as f64,
             InputLayout::Int8 { group, .. } => block[k] as i8 as f64 * f32_at(BLOCK + k / group * 4),
+            InputLayout::Int8Words { group, minima, .. } => {
+                let pair = BLOCK + 4 + k / (2 * group) * InputLayout::pair_bytes(minima);
+                // The first one's scale is above.
+                let at = pair + if k / group % 2 == 0 { 2 } else { 0 };
+                let scale = i16::from_le_bytes([block[at], block[at + 1]]) as f64 / 32768.0;
+                block[k] as i8 as f64 * scale * f32_at(BLOCK)
+            }
         }
     }
 }

@@ -1,0 +1,723 @@
+//! Many rows of integers whose groups of columns have integer scales, or get them: their tiles, by hand.
+//!
+//! **Types that have them** (Q3_K, Q4_K, Q6_K): sums of products are words, multiplied by scales of one or two groups, become F32, and are scaled once more for
+//! 256 columns. The numbers are those of [`IntTile`](crate::tile::IntTile), bit for bit, in 6 to 8 % less time than what compilers make of it.
+//!
+//! **Others, in calls of many rows**: a group's sum of products takes two multiplications beside its products if its scales are F32, one with that of the weights and one with that of the
+//! inputs, and one for a minimum. Here the sums of two groups are the words of a dword ([`InputLayout::Int8Words`]): one multiplication by both scales of the inputs, and
+//! one by both of the weights, which adds up the two as well, to sums of a block of 128 columns. For that, scales become integers: of the inputs relative to the largest
+//! of a block, of the weights (and minima) to the largest of [`CHUNK_BLOCKS`] of them, 14 bits or 13. What that rounds is a twentieth of what rounding inputs to 8 bits does, and less. Numbers are not
+//! those of F32 scales to the last bit; so this is for calls of many rows alone.
+//!
+//! All formats are alike here: their codes, as bytes of a line or as nibbles, and two words a dword for each output, made of their scales
+//! when lines are unpacked ([`Prepare`], [`PrepareSupers`]).
+
+#![allow(unsafe_code)] // kernel
+
+use std::arch::x86_64::*;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use kt_core::cpu::input::{BLOCK, InputLayout, Sums};
+
+use crate::ahead::Level;
+use crate::isa::{Isa, Job};
+use crate::layout::{LINE, Layout, PANEL, SUPER, spread};
+use crate::lines::{Codes, NoScale, Scale, Scales, Unpack, of_group};
+use crate::tile::Tile;
+
+/// Blocks whose scales are relative to the same unit of an output.
+pub(crate) const CHUNK_BLOCKS: usize = 4;
+
+/// Bytes of the scales of a block as F32, with groups of `group` columns.
+pub(crate) const fn scales_bytes(group: usize, minima: bool) -> usize {
+    BLOCK / group * lines_of(minima) * LINE
+}
+
+/// Bytes of the words of a chunk: the units, then a line or two for each two groups.
+pub(crate) const fn chunk_bytes(group: usize, minima: bool) -> usize {
+    LINE + CHUNK_BLOCKS * BLOCK / (2 * group) * lines_of(minima) * LINE
+}
+
+/// Lines for each two groups.
+const fn lines_of(minima: bool) -> usize {
+    if minima { 2 } else { 1 }
+}
+
+/// The largest word: sums of a block are dwords, of products with words that are 2^15 at most, and of minima with the sums of codes.
+const fn most(group: usize) -> i32 {
+    if group == 16 { 7700 } else { 14000 }
+}
+
+/// Prepares some blocks of a panel for [`run`]: unpacks their lines, if they are not nibbles that stay, and makes words of their scales.
+pub(crate) struct Prepare<'a, L, S, const G: usize, const WG: usize, const MINIMA: bool, const UNPACK: bool> {
+    pub layout: &'a Layout,
+    /// The panel.
+    pub panel: &'a [u8],
+    /// Which blocks.
+    pub blocks: Range<usize>,
+    /// The zero point of the codes as tiles have them.
+    pub zero: i32,
+    /// Where their lines go.
+    pub lines: &'a mut [u8],
+    /// Where their words go: [`chunk_bytes`] for each [`CHUNK_BLOCKS`].
+    pub words: &'a mut [u8],
+    /// Memory for the scales of a chunk as F32.
+    pub scales: &'a mut [u8],
+    pub kind: PhantomData<(L, S)>,
+}
+
+impl<L: Codes, S: Scale, const G: usize, const WG: usize, const MINIMA: bool, const UNPACK: bool> Job
+    for Prepare<'_, L, S, G, WG, MINIMA, UNPACK>
+{
+    #[inline(always)]
+    fn go<I: Isa>(self, isa: I) {
+        let (layout, panel, step) = (self.layout, self.panel, self.layout.step());
+        let start = self.blocks.start;
+        assert!(start.is_multiple_of(CHUNK_BLOCKS) && self.scales.len() >= CHUNK_BLOCKS * scales_bytes(G, MINIMA));
+        let group = layout.group.unwrap_or(BLOCK);
+        let mut cursor = Scales {
+            panel,
+            step,
+            record: layout.first_record(start),
+            left: group - start * BLOCK % group,
+            group,
+            above: 0,
+            zero: self.zero,
+        };
+        let lines = lines_of(MINIMA);
+        let zero = isa.splat_f32(self.zero as f32);
+        let most = isa.splat_f32(const { most(G) } as f32);
+        let outputs = if S::OUTPUTS {
+            // SAFETY: the bytes of a line.
+            isa.as_f32(unsafe { isa.load(panel[spread(layout.outputs_at, step)..][..LINE].as_ptr()) })
+        } else {
+            isa.splat_f32(1.0)
+        };
+        let line_bytes = PANEL * BLOCK;
+        let chunks = self.words.chunks_exact_mut(chunk_bytes(G, MINIMA));
+        assert!(chunks.len() >= self.blocks.len().div_ceil(CHUNK_BLOCKS));
+        for (first, words) in self.blocks.clone().step_by(CHUNK_BLOCKS).zip(chunks) {
+            let blocks = CHUNK_BLOCKS.min(self.blocks.end - first);
+            let mut largest = isa.splat(0);
+            for (i, scales) in self.scales.chunks_exact_mut(scales_bytes(G, MINIMA)).take(blocks).enumerate() {
+                let block = first + i;
+                cursor.above = layout.supers_at + block * BLOCK / SUPER * layout.super_record;
+                if UNPACK {
+                    let from = layout.lines_at(block).map(|at| panel.get(spread(at, step)..).unwrap_or_default());
+                    let to = &mut self.lines[(block - start) * line_bytes..][..line_bytes];
+                    Unpack::<L, NoScale, G, false> { from, scales: &mut cursor.clone(), to, kind: PhantomData }.go(isa);
+                }
+                for (g, to) in scales.chunks_exact_mut(lines * LINE).enumerate() {
+                    let [scale, add] = of_group::<I, S, G, WG>(isa, &mut cursor, g);
+                    // Magnitudes are ordered as their bits, what is not a number above all.
+                    largest = isa.max(largest, isa.as_int(isa.abs(scale)));
+                    // SAFETY: a line or two.
+                    unsafe {
+                        isa.store(to.as_mut_ptr(), isa.as_int(scale));
+                        if MINIMA {
+                            let add = isa.mul_add(scale, zero, add);
+                            largest = isa.max(largest, isa.as_int(isa.abs(add)));
+                            isa.store(to[LINE..].as_mut_ptr(), isa.as_int(add));
+                        }
+                    }
+                }
+                if (block + 1) & (layout.unit - 1) == 0 {
+                    cursor.record += layout.record_skip();
+                }
+            }
+            let largest = isa.as_f32(largest);
+            // Of zeros, what is not a number: no word then, as what it is rounded to has none of the low bits.
+            let up = isa.div(most, largest);
+            let (unit, words) = words.split_at_mut(LINE);
+            // SAFETY: a line.
+            unsafe { isa.store(unit.as_mut_ptr(), isa.as_int(isa.mul(isa.div(largest, most), outputs))) };
+            let pairs = self.scales.chunks_exact(2 * lines * LINE).take(blocks * BLOCK / (2 * G));
+            for (scales, to) in pairs.zip(words.chunks_exact_mut(lines * LINE)) {
+                for (i, to) in to.chunks_exact_mut(LINE).enumerate() {
+                    // SAFETY: lines, of which each group has as many.
+                    unsafe {
+                        let first = isa.as_f32(isa.load(scales[i * LINE..][..LINE].as_ptr()));
+                        let second = isa.as_f32(isa.load(scales[(lines + i) * LINE..][..LINE].as_ptr()));
+                        let words = isa.words(isa.rounded(isa.mul(first, up)), isa.rounded(isa.mul(second, up)));
+                        isa.store(to.as_mut_ptr(), words);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Bytes of a unit for 256 columns, and of the words of these, of types that have scales as words.
+pub(crate) const SUPER_BYTES: usize = LINE + SUPER / BLOCK * SUPER_WORDS;
+
+/// Bytes of the words of a block: a line for 32 columns.
+const SUPER_WORDS: usize = BLOCK / 32 * LINE;
+
+/// Prepares some blocks of a panel as [`Prepare`] does, of types that have scales as words.
+pub(crate) struct PrepareSupers<'a, L, S, const G: usize, const UNPACK: bool> {
+    pub layout: &'a Layout,
+    /// The panel.
+    pub panel: &'a [u8],
+    /// Which blocks.
+    pub blocks: Range<usize>,
+    /// Where their lines go.
+    pub lines: &'a mut [u8],
+    /// Where their words go: [`SUPER_BYTES`] for each two.
+    pub words: &'a mut [u8],
+    pub kind: PhantomData<(L, S)>,
+}
+
+impl<L: Codes, S: Scale, const G: usize, const UNPACK: bool> Job for PrepareSupers<'_, L, S, G, UNPACK> {
+    #[inline(always)]
+    fn go<I: Isa>(self, isa: I) {
+        assert!(S::WORDS * G == 32 && S::SUPER > 0 && !S::SHIFTS && SUPER == 2 * BLOCK);
+        let (layout, panel, step) = (self.layout, self.panel, self.layout.step());
+        let start = self.blocks.start;
+        let bytes = |at: usize, bytes: usize| panel[spread(at, step)..][..bytes].as_ptr();
+        let chunks = self.words.chunks_exact_mut(SUPER_BYTES);
+        assert!(start.is_multiple_of(2) && chunks.len() >= self.blocks.len().div_ceil(2));
+        let line_bytes = PANEL * BLOCK;
+        for (first, words) in self.blocks.clone().step_by(2).zip(chunks) {
+            let above = bytes(layout.supers_at + first / 2 * layout.super_record, S::SUPER);
+            let (unit, words) = words.split_at_mut(LINE);
+            // SAFETY: all bytes of the record; and a line.
+            let factors = unsafe {
+                isa.store(unit.as_mut_ptr(), isa.as_int(S::load(isa, above, above)));
+                S::factors(isa, above)
+            };
+            for (block, words) in (first..self.blocks.end).zip(words.chunks_exact_mut(SUPER_WORDS)) {
+                if UNPACK {
+                    let from = layout.lines_at(block).map(|at| panel.get(spread(at, step)..).unwrap_or_default());
+                    let to = &mut self.lines[(block - start) * line_bytes..][..line_bytes];
+                    let scales = &mut Scales { panel, step, record: 0, left: 0, group: 0, above: 0, zero: 0 };
+                    Unpack::<L, NoScale, G, false> { from, scales, to, kind: PhantomData }.go(isa);
+                }
+                let mut record = layout.first_record(block);
+                for words in words.chunks_exact_mut(LINE) {
+                    // SAFETY: all bytes of one record, or of two; and a line.
+                    unsafe {
+                        let scales = S::words(isa, bytes(record, S::WORDS * S::RECORD), factors);
+                        isa.store(words.as_mut_ptr(), scales);
+                    }
+                    record += S::WORDS * S::RECORD;
+                }
+            }
+        }
+    }
+}
+
+/// A kind of tile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kind {
+    /// Whether lines are nibbles that are packed; else the codes are bytes.
+    pub nibbles: bool,
+    /// Columns of a group: 16, or 32.
+    pub group: usize,
+    /// What words are.
+    pub words: Words,
+}
+
+/// What words are, and so how inputs are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Words {
+    /// Scales that the type has as integers: inputs are [`InputLayout::Int8`] in groups of 32, with what [`Sums`] keeps of their halves if weights' groups are these.
+    OfType,
+    /// Scales that became integers: inputs are [`InputLayout::Int8Words`].
+    Made {
+        /// Whether there are minima.
+        minima: bool,
+    },
+}
+
+impl Kind {
+    /// How inputs are.
+    const fn inputs(self) -> InputLayout {
+        match (self.words, self.group) {
+            (Words::Made { minima }, group) => InputLayout::Int8Words { group, zero: 1, minima },
+            (Words::OfType, 16) => InputLayout::Int8 { group: 32, sums: Sums::Halves(1) },
+            (Words::OfType, _) => InputLayout::Int8 { group: 32, sums: Sums::Words(1) },
+        }
+    }
+
+    /// Bytes of the lines of a block.
+    const fn line_bytes(self) -> usize {
+        PANEL * BLOCK / if self.nibbles { 2 } else { 1 }
+    }
+
+    /// Blocks that share a unit; bytes of that and their words, and of the words of one of them.
+    const fn chunk(self) -> (usize, usize, usize) {
+        match self.words {
+            Words::Made { minima } => {
+                let words = BLOCK / (2 * self.group) * lines_of(minima) * LINE;
+                (CHUNK_BLOCKS, chunk_bytes(self.group, minima), words)
+            }
+            Words::OfType => (SUPER / BLOCK, SUPER_BYTES, SUPER_WORDS),
+        }
+    }
+}
+
+/// Rows of the largest tile: sums of products, of these times scales, and totals are 24 registers then.
+pub(crate) const WORD_ROWS: usize = 4;
+
+/// Panels of a tile.
+const P: usize = 2;
+
+/// A block of a tile.
+struct Block {
+    /// The lines of both panels.
+    lines: [*const u8; P],
+    /// Their words.
+    words: [*const u8; P],
+    /// The block of the first row.
+    x: *const u8,
+}
+
+/// The instructions for a row: its number, two registers for sums of products, two for those times scales, two for totals, one for what is broadcast. `{x}` is where its codes
+/// are, `{n}` what the inputs have for two groups.
+#[rustfmt::skip]
+macro_rules! row {
+    (clear, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!("vpxord ", $s, ", ", $s, ", ", $s, "\n", "vpxord ", $t, ", ", $t, ", ", $t, "\n")
+    };
+    (begin, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!("vpbroadcastd ", $a, ", dword ptr [{n} + 4 + ", $r, "*{row}]\n", "vmovdqa64 ", $b, ", ", $a, "\n")
+    };
+    (up, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vpslld ", $a, ", ", $a, ", 16\n", "vpslld ", $b, ", ", $b, ", 16\n",
+            "vpbroadcastd ", $x, ", dword ptr [{n} + 8 + ", $r, "*{row}]\n", "vpaddd ", $a, ", ", $a, ", ", $x, "\n",
+            "vpaddd ", $b, ", ", $b, ", ", $x, "\n"
+        )
+    };
+    // Of columns 4 * k and on.
+    (bytes, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vpbroadcastd ", $x, ", dword ptr [{x} + 4*\\k + ", $r, "*{row}]\n", "vpdpbusd ", $a, ", zmm24, ", $x, "\n",
+            "vpdpbusd ", $b, ", zmm25, ", $x, "\n"
+        )
+    };
+    // Of columns 8 * k and on, and of the next four.
+    (low, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vpbroadcastd ", $x, ", dword ptr [{x} + 8*\\k + ", $r, "*{row}]\n", "vpdpbusd ", $a, ", zmm24, ", $x, "\n",
+            "vpdpbusd ", $b, ", zmm25, ", $x, "\n"
+        )
+    };
+    (high, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vpbroadcastd ", $x, ", dword ptr [{x} + 8*\\k + 4 + ", $r, "*{row}]\n", "vpdpbusd ", $a, ", zmm24, ", $x, "\n",
+            "vpdpbusd ", $b, ", zmm25, ", $x, "\n"
+        )
+    };
+    (scale, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vpbroadcastd ", $x, ", dword ptr [{n} + ", $r, "*{row}]\n", "vpmulhrsw ", $a, ", ", $a, ", ", $x, "\n",
+            "vpdpwssd ", $s, ", ", $a, ", zmm24\n", "vpmulhrsw ", $b, ", ", $b, ", ", $x, "\n", "vpdpwssd ", $t, ", ", $b, ", zmm25\n"
+        )
+    };
+    (minima, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vpbroadcastd ", $x, ", dword ptr [{n} + 12 + ", $r, "*{row}]\n", "vpdpwssd ", $s, ", ", $x, ", zmm24\n",
+            "vpdpwssd ", $t, ", ", $x, ", zmm25\n"
+        )
+    };
+    // The same for sums of words, with `{n}` that of a group of 32 columns, `{unit}` its scale.
+    (of_type_begin, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!("vpbroadcastd ", $a, ", dword ptr [{n} + ", $r, "*{row}]\n", "vmovdqa64 ", $b, ", ", $a, "\n")
+    };
+    (of_type_up, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vpslld ", $a, ", ", $a, ", 16\n", "vpslld ", $b, ", ", $b, ", 16\n",
+            "vpbroadcastd ", $x, ", dword ptr [{n} + 4 + ", $r, "*{row}]\n", "vpaddd ", $a, ", ", $a, ", ", $x, "\n",
+            "vpaddd ", $b, ", ", $b, ", ", $x, "\n"
+        )
+    };
+    (of_type_total, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vpxord ", $a, ", ", $a, ", zmm30\n", "vpxord ", $b, ", ", $b, ", zmm30\n", "vpmaddwd ", $a, ", ", $a, ", zmm24\n",
+            "vpmaddwd ", $b, ", ", $b, ", zmm25\n",
+            "vbroadcastss ", $x, ", dword ptr [{unit} + ", $r, "*{row}]\n", "vcvtdq2ps ", $a, ", ", $a, "\n", "vcvtdq2ps ", $b, ", ", $b, "\n",
+            "vfmadd231ps ", $p, ", ", $a, ", ", $x, "\n", "vfmadd231ps ", $q, ", ", $b, ", ", $x, "\n"
+        )
+    };
+    (total, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vbroadcastss ", $x, ", dword ptr [{unit} + ", $r, "*{row}]\n", "vcvtdq2ps ", $s, ", ", $s, "\n",
+            "vfmadd231ps ", $p, ", ", $s, ", ", $x, "\n", "vcvtdq2ps ", $t, ", ", $t, "\n", "vfmadd231ps ", $q, ", ", $t, ", ", $x, "\n"
+        )
+    };
+}
+
+/// The same for so many rows.
+#[rustfmt::skip]
+macro_rules! rows {
+    (1, $op:ident) => {
+        row!($op, 0, "zmm0", "zmm1", "zmm8", "zmm9", "zmm16", "zmm17", "zmm28")
+    };
+    (2, $op:ident) => {
+        concat!(rows!(1, $op), row!($op, 1, "zmm2", "zmm3", "zmm10", "zmm11", "zmm18", "zmm19", "zmm29"))
+    };
+    (3, $op:ident) => {
+        concat!(rows!(2, $op), row!($op, 2, "zmm4", "zmm5", "zmm12", "zmm13", "zmm20", "zmm21", "zmm28"))
+    };
+    (4, $op:ident) => {
+        concat!(rows!(3, $op), row!($op, 3, "zmm6", "zmm7", "zmm14", "zmm15", "zmm22", "zmm23", "zmm29"))
+    };
+}
+
+/// The products of a group, whose lines begin at `{first}` and `{second}`; goes on to the next one.
+#[rustfmt::skip]
+macro_rules! products {
+    ($r:tt, nibbles, 32) => {
+        concat!(
+            ".irp k, 0, 1, 2, 3\n", "vmovdqu64 zmm26, zmmword ptr [{first} + 64*\\k]\n", "vmovdqu64 zmm27, zmmword ptr [{second} + 64*\\k]\n",
+            "vpandq zmm24, zmm26, zmm31\n", "vpandq zmm25, zmm27, zmm31\n", rows!($r, low), "vpsrlw zmm26, zmm26, 4\n", "vpsrlw zmm27, zmm27, 4\n",
+            "vpandq zmm24, zmm26, zmm31\n", "vpandq zmm25, zmm27, zmm31\n", rows!($r, high), ".endr\n", "add {first}, 256\n", "add {second}, 256\n",
+            "add {x}, 32\n"
+        )
+    };
+    ($r:tt, bytes, 32) => {
+        concat!(
+            ".irp k, 0, 1, 2, 3, 4, 5, 6, 7\n", "vmovdqu64 zmm24, zmmword ptr [{first} + 64*\\k]\n",
+            "vmovdqu64 zmm25, zmmword ptr [{second} + 64*\\k]\n", rows!($r, bytes), ".endr\n", "add {first}, 512\n", "add {second}, 512\n",
+            "add {x}, 32\n"
+        )
+    };
+    ($r:tt, bytes, 16) => {
+        concat!(
+            ".irp k, 0, 1, 2, 3\n", "vmovdqu64 zmm24, zmmword ptr [{first} + 64*\\k]\n", "vmovdqu64 zmm25, zmmword ptr [{second} + 64*\\k]\n",
+            rows!($r, bytes), ".endr\n", "add {first}, 256\n", "add {second}, 256\n", "add {x}, 16\n"
+        )
+    };
+}
+
+/// What words of minima add, and what is after the words of two groups.
+#[rustfmt::skip]
+macro_rules! minima {
+    ($r:tt, true) => {
+        concat!(
+            "vmovdqu64 zmm24, zmmword ptr [{words} + 64]\n", "vmovdqu64 zmm25, zmmword ptr [{others} + 64]\n", rows!($r, minima),
+            "add {words}, 128\n", "add {others}, 128\n", "add {n}, 16\n"
+        )
+    };
+    ($r:tt, false) => {
+        concat!("add {words}, 64\n", "add {others}, 64\n", "add {n}, 12\n")
+    };
+}
+
+/// The kind of tile.
+macro_rules! kind {
+    (nibbles, $group:tt, $words:expr) => {
+        Kind { nibbles: true, group: $group, words: $words }
+    };
+    (bytes, $group:tt, $words:expr) => {
+        Kind { nibbles: false, group: $group, words: $words }
+    };
+}
+
+/// The products of 32 columns, of one group or of two of 16, whose sums then are words.
+#[rustfmt::skip]
+macro_rules! columns {
+    ($r:tt, $codes:ident, 16) => {
+        concat!(
+            products!($r, $codes, 16), rows!($r, of_type_up), products!($r, $codes, 16), "add {n}, 8\n"
+        )
+    };
+    ($r:tt, $codes:ident, 32) => {
+        concat!(products!($r, $codes, 32), "add {n}, 4\n")
+    };
+}
+
+/// Defines a tile of so many rows, of words that the type has.
+macro_rules! tile_of_type {
+    ($name:ident, $r:tt, $codes:ident, $group:tt, [$($total:tt: $i:tt),*]) => {
+        /// A tile of that many rows.
+        ///
+        /// # Safety
+        /// The CPU has the instructions.
+        #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+        unsafe fn $name(t: &mut Tile<'_>) {
+            const KIND: Kind = kind!($codes, $group, Words::OfType);
+            // SAFETY: the instructions by the caller's promise; `block` reads what `tile_of` says is there.
+            unsafe {
+                tile_of::<{ 2 * $r }, true>(t, KIND, |at, totals| {
+                    let [mut first, mut second] = at.lines;
+                    let [mut words, mut others] = at.words;
+                    let (mut x, mut unit) = (at.x, at.x.wrapping_add(BLOCK));
+                    let mut n = unit.wrapping_add(BLOCK / 32 * 4);
+                    let mut groups = BLOCK / 32;
+                    std::arch::asm!(
+                        // The low nibble of each byte, and 2^15.
+                        "vpternlogd zmm31, zmm31, zmm31, 255",
+                        "vpsrld zmm30, zmm31, 31",
+                        "vpslld zmm30, zmm30, 15",
+                        "vpsrlw zmm31, zmm31, 12",
+                        "vpsllw zmm24, zmm31, 8",
+                        "vpord zmm31, zmm31, zmm24",
+                        "2:",
+                        rows!($r, of_type_begin),
+                        columns!($r, $codes, $group),
+                        "vmovdqu64 zmm24, zmmword ptr [{words}]",
+                        "vmovdqu64 zmm25, zmmword ptr [{others}]",
+                        rows!($r, of_type_total),
+                        "add {words}, 64",
+                        "add {others}, 64",
+                        "add {unit}, 4",
+                        "dec {groups}",
+                        "jnz 2b",
+                        first = inout(reg) first, second = inout(reg) second, words = inout(reg) words, others = inout(reg) others,
+                        n = inout(reg) n, x = inout(reg) x, unit = inout(reg) unit, groups = inout(reg) groups,
+                        row = const KIND.inputs().block_bytes(),
+                        $(inout($total) totals[$i],)*
+                        out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
+                        out("zmm7") _, out("zmm24") _, out("zmm25") _, out("zmm26") _,
+                        out("zmm27") _, out("zmm28") _, out("zmm29") _, out("zmm30") _, out("zmm31") _,
+                        options(nostack, readonly),
+                    );
+                    let _ = (first, second, words, others, n, x, unit, groups);
+                });
+            }
+        }
+    };
+}
+
+/// Defines the tiles of three and four rows of such a kind, in a module.
+macro_rules! tiles_of_type {
+    ($name:ident, $codes:ident, $group:tt) => {
+        mod $name {
+            use super::*;
+            tile_of_type!(three, 3, $codes, $group, ["zmm16": 0, "zmm17": 1, "zmm18": 2, "zmm19": 3, "zmm20": 4, "zmm21": 5]);
+            tile_of_type!(four, 4, $codes, $group, [
+                "zmm16": 0, "zmm17": 1, "zmm18": 2, "zmm19": 3, "zmm20": 4, "zmm21": 5, "zmm22": 6, "zmm23": 7
+            ]);
+
+            /// Runs that of `r` rows.
+            ///
+            /// # Safety
+            /// The CPU has AVX-512 F, BW and VNNI.
+            pub(super) unsafe fn run(r: usize, t: &mut Tile<'_>) {
+                // SAFETY: by the caller's promise.
+                unsafe {
+                    match r {
+                        3 => three(t),
+                        4 => four(t),
+                        r => unreachable!("no tile of {r} rows"),
+                    }
+                }
+            }
+        }
+    };
+}
+
+/// Defines a tile of so many rows.
+macro_rules! tile {
+    ($name:ident, $r:tt, $codes:ident, $group:tt, $minima:tt, [$($total:tt: $i:tt),*]) => {
+        /// A tile of that many rows.
+        ///
+        /// # Safety
+        /// The CPU has the instructions.
+        #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+        unsafe fn $name(t: &mut Tile<'_>) {
+            const KIND: Kind = kind!($codes, $group, Words::Made { minima: $minima });
+            // SAFETY: the instructions by the caller's promise; `block` reads what `tile_of` says is there.
+            unsafe {
+                tile_of::<{ 2 * $r }, false>(t, KIND, |at, totals| {
+                    let [mut first, mut second] = at.lines;
+                    let [mut words, mut others] = at.words;
+                    let mut n = at.x.wrapping_add(BLOCK + 4);
+                    let (mut x, unit) = (at.x, at.x.wrapping_add(BLOCK));
+                    let mut pairs = BLOCK / (2 * KIND.group);
+                    std::arch::asm!(
+                        "vpternlogd zmm31, zmm31, zmm31, 255",
+                        "vpsrlw zmm31, zmm31, 12",
+                        "vpsllw zmm30, zmm31, 8",
+                        "vpord zmm31, zmm31, zmm30",
+                        rows!($r, clear),
+                        "2:",
+                        rows!($r, begin),
+                        products!($r, $codes, $group),
+                        rows!($r, up),
+                        products!($r, $codes, $group),
+                        "vmovdqu64 zmm24, zmmword ptr [{words}]",
+                        "vmovdqu64 zmm25, zmmword ptr [{others}]",
+                        rows!($r, scale),
+                        minima!($r, $minima),
+                        "dec {pairs}",
+                        "jnz 2b",
+                        rows!($r, total),
+                        first = inout(reg) first, second = inout(reg) second, words = inout(reg) words, others = inout(reg) others,
+                        n = inout(reg) n, x = inout(reg) x, unit = in(reg) unit, pairs = inout(reg) pairs, row = const KIND.inputs().block_bytes(),
+                        $(inout($total) totals[$i],)*
+                        out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
+                        out("zmm7") _, out("zmm8") _, out("zmm9") _, out("zmm10") _, out("zmm11") _, out("zmm12") _,
+                        out("zmm13") _, out("zmm14") _, out("zmm15") _, out("zmm24") _, out("zmm25") _, out("zmm26") _,
+                        out("zmm27") _, out("zmm28") _, out("zmm29") _, out("zmm30") _, out("zmm31") _,
+                        options(nostack, readonly),
+                    );
+                    let _ = (first, second, words, others, n, x, pairs);
+                });
+            }
+        }
+    };
+}
+
+/// Defines the tiles of one to [`WORD_ROWS`] rows of a kind, in a module.
+macro_rules! tiles {
+    ($name:ident, $codes:ident, $group:tt, $minima:tt) => {
+        mod $name {
+            use super::*;
+            tile!(one, 1, $codes, $group, $minima, ["zmm16": 0, "zmm17": 1]);
+            tile!(two, 2, $codes, $group, $minima, ["zmm16": 0, "zmm17": 1, "zmm18": 2, "zmm19": 3]);
+            tile!(three, 3, $codes, $group, $minima, ["zmm16": 0, "zmm17": 1, "zmm18": 2, "zmm19": 3, "zmm20": 4, "zmm21": 5]);
+            tile!(four, 4, $codes, $group, $minima, [
+                "zmm16": 0, "zmm17": 1, "zmm18": 2, "zmm19": 3, "zmm20": 4, "zmm21": 5, "zmm22": 6, "zmm23": 7
+            ]);
+
+            /// Runs that of `r` rows.
+            ///
+            /// # Safety
+            /// The CPU has AVX-512 F, BW and VNNI.
+            pub(super) unsafe fn run(r: usize, t: &mut Tile<'_>) {
+                // SAFETY: by the caller's promise.
+                unsafe {
+                    match r {
+                        1 => one(t),
+                        2 => two(t),
+                        3 => three(t),
+                        4 => four(t),
+                        r => unreachable!("no tile of {r} rows"),
+                    }
+                }
+            }
+        }
+    };
+}
+
+tiles!(nibbles32_minima, nibbles, 32, true);
+tiles!(bytes32, bytes, 32, false);
+tiles!(bytes32_minima, bytes, 32, true);
+tiles!(bytes16, bytes, 16, false);
+tiles!(bytes16_minima, bytes, 16, true);
+tiles_of_type!(nibbles32_of_type, nibbles, 32);
+tiles_of_type!(bytes32_of_type, bytes, 32);
+tiles_of_type!(bytes16_of_type, bytes, 16);
+
+/// Runs a tile of `r` rows x two panels over lines in the cache, or nibbles that are packed. The tile's `panel` is what [`Prepare`] made.
+///
+/// # Safety
+/// The CPU has AVX-512 F, BW and VNNI.
+pub(crate) unsafe fn run(kind: Kind, r: usize, mut t: Tile<'_>) {
+    let run = match (kind.nibbles, kind.group, kind.words) {
+        (true, 32, Words::OfType) => nibbles32_of_type::run,
+        (false, 32, Words::OfType) => bytes32_of_type::run,
+        (false, 16, Words::OfType) => bytes16_of_type::run,
+        (true, 32, Words::Made { minima: true }) => nibbles32_minima::run,
+        (false, 32, Words::Made { minima: false }) => bytes32::run,
+        (false, 32, Words::Made { minima: true }) => bytes32_minima::run,
+        (false, 16, Words::Made { minima: false }) => bytes16::run,
+        (false, 16, Words::Made { minima: true }) => bytes16_minima::run,
+        _ => unreachable!("no tile of {kind:?}"),
+    };
+    // SAFETY: by the caller's promise.
+    unsafe { run(r, &mut t) }
+}
+
+/// Goes over the blocks of a tile; `N` is rows times panels, and `block` adds the products of a block to that many sums. `KEPT`: there are registers for totals,
+/// which else are added to the output with each unit.
+///
+/// # Safety
+/// The CPU has AVX-512 F. `block` reads the lines of a block of each panel, the words of its groups, and the blocks of all rows.
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+#[inline]
+unsafe fn tile_of<const N: usize, const KEPT: bool>(
+    t: &mut Tile<'_>,
+    kind: Kind,
+    block: impl Fn(Block, &mut [__m512; N]),
+) {
+    let rows = N / P;
+    let (row_bytes, block_bytes) = (kind.inputs().block_bytes(), kind.line_bytes());
+    let (chunk_blocks, chunk_bytes, words_bytes) = kind.chunk();
+    assert!(t.first_block.is_multiple_of(chunk_blocks));
+    t.check_words(rows, block_bytes, t.blocks.div_ceil(chunk_blocks) * chunk_bytes, row_bytes);
+    let out = t.out.as_mut_ptr();
+    for tile in 0..t.row_tiles {
+        let first = tile * rows;
+        let mut parts = [_mm512_setzero_ps(); N];
+        let mut totals = parts;
+        let mut line = t.weights[0].as_ptr();
+        let mut x = t.inputs.as_ptr().wrapping_add(first * row_bytes);
+        let mut words = t.panel.as_ptr();
+        let mut units = words;
+        let outputs = |i: usize| {
+            let (r, n) = (first + i / P, t.width.saturating_sub(i % P * PANEL));
+            let mask = if n >= PANEL { !0 } else { (1 << n) - 1 };
+            (out.wrapping_add(r * t.out_stride + i % P * PANEL), mask)
+        };
+        if KEPT && t.first_block > 0 {
+            for (i, total) in totals.iter_mut().enumerate() {
+                let (out, mask) = outputs(i);
+                // SAFETY: `check_words` saw that `width` outputs of all rows fit; lanes beyond are masked off and not touched.
+                *total = unsafe { _mm512_maskz_loadu_ps(mask, out) };
+            }
+        }
+        for i in 0..t.blocks {
+            t.later.ask(Level::First);
+            if i & (chunk_blocks - 1) == 0 {
+                units = words;
+                words = words.wrapping_add(LINE);
+            }
+            let of_both = |at: *const u8, stride: usize| [at, at.wrapping_add(stride)];
+            block(
+                Block { lines: of_both(line, t.weight_stride), words: of_both(words, t.panel_stride), x },
+                &mut parts,
+            );
+            words = words.wrapping_add(words_bytes);
+            if (i + 1) & (chunk_blocks - 1) == 0 || i + 1 == t.blocks {
+                // SAFETY: the units of both panels, which are a line before the words of a chunk.
+                let units = of_both(units, t.panel_stride).map(|at| unsafe { _mm512_loadu_ps(at.cast()) });
+                let begun = t.first_block + i >= chunk_blocks;
+                for ((i, total), part) in totals.iter_mut().enumerate().zip(parts) {
+                    if KEPT {
+                        *total = _mm512_fmadd_ps(part, units[i % P], *total);
+                        continue;
+                    }
+                    let (out, mask) = outputs(i);
+                    // SAFETY: as above.
+                    unsafe {
+                        let before = _mm512_maskz_loadu_ps(if begun { mask } else { 0 }, out);
+                        _mm512_mask_storeu_ps(out, mask, _mm512_fmadd_ps(part, units[i % P], before));
+                    }
+                }
+                parts = [_mm512_setzero_ps(); N];
+            }
+            line = line.wrapping_add(block_bytes);
+            // No division: the next lines would wait for it.
+            if (t.first_block + i + 1) & (t.unit - 1) == 0 {
+                line = line.wrapping_add(t.line_skip);
+            }
+            x = x.wrapping_add(t.input_stride);
+        }
+        if KEPT {
+            for (i, total) in totals.iter().enumerate() {
+                let (out, mask) = outputs(i);
+                // SAFETY: as above.
+                unsafe { _mm512_mask_storeu_ps(out, mask, *total) };
+            }
+        }
+    }
+}
+
+impl Tile<'_> {
+    /// Checks that everything is there that tiles of `rows` rows read and write, if a block of lines has `block_bytes`, a block of inputs `input_bytes`, and
+    /// words are `words` bytes for each panel.
+    fn check_words(&self, rows: usize, block_bytes: usize, words: usize, input_bytes: usize) {
+        assert!(self.blocks > 0 && self.row_tiles > 0);
+        let rows = rows * self.row_tiles;
+        let lines = self.lines_before(self.blocks - 1, block_bytes) + block_bytes;
+        assert!(self.weights[0].len() >= (P - 1) * self.weight_stride + lines);
+        assert!(self.panel.len() >= (P - 1) * self.panel_stride + words);
+        assert!(self.inputs.len() >= (self.blocks - 1) * self.input_stride + rows * input_bytes);
+        assert!(self.width <= P * PANEL && self.out.len() >= (rows - 1) * self.out_stride + self.width);
+    }
+}
