@@ -256,11 +256,6 @@ impl Layout {
     }
 }
 
-/// Whether groups of an accepted format are whole blocks.
-pub(crate) fn whole_blocks(group: Group) -> bool {
-    group.cols(BLOCK).is_multiple_of(BLOCK)
-}
-
 /// How many blocks of a unit there are, one, two or four, and bytes of the scales of all their groups, if those of a block are `of_block` bytes:
 /// whole lines, or none, where they are in front. Only where groups are `whole` blocks is a unit more than one.
 pub(crate) const fn unit_of(of_block: usize, whole: bool) -> (usize, usize) {

@@ -15,7 +15,7 @@ use kt_core::{Format, Group};
 use crate::ahead::{Ahead, Later, Level};
 use crate::blocks::{ASK, Blocks, Decode, Direct, Row};
 use crate::isa::{Isa, Job, Ports, stream_rows};
-use crate::layout::{CHUNK, LINE, Layout, MOST_PANELS, PANEL, SUPER, panels, spread, whole_blocks};
+use crate::layout::{CHUNK, LINE, Layout, MOST_PANELS, PANEL, SUPER, panels, spread};
 use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
     Nibbles, NoScale, Scale, Scales, Summed, Unpack, Widen, WidenFloats,
@@ -184,8 +184,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const INTEGERS: bool = true;
     // Where inputs have a scale for a whole block, and weights none but that of the output.
     const ON_TILES: bool = XG == BLOCK && WG == 0 && L::OPERANDS == 1;
-    // Of small codes, with scales of 16 or 32 columns, or several times as many.
-    const IN_WORDS: bool = I::LARGE && I::VNNI && !I::TILES && L::SPAN > 4 && WG == XG;
+    const IN_WORDS: bool = I::LARGE && I::VNNI && !I::TILES && L::SPAN > 4 && WG == XG && !S::ZEROS;
     const LIGHT: bool = L::OPERANDS == 1;
     const GROUPED: bool = S::RECORD > 0;
     // Few rows have the same bits without a tile unit, so that code which has one leaves them out.
@@ -411,12 +410,9 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Widened<Numbers<L, SCALED>
 pub struct InWords<K>(PhantomData<K>);
 
 impl<S: Scale, L: Codes, const XG: usize, const WG: usize> InWords<Ints<L, S, XG, WG>> {
-    /// Whether weights have minima, or what is as good: zero points that are not in the codes.
-    const MINIMA: bool = S::MINIMA || S::ZEROS;
-
-    /// Whether lines are nibbles that are split beside products.
+    /// Whether lines are nibbles that are split beside products: of those without minima there are no such tiles.
     fn packed<I: Isa>(isa: I) -> bool {
-        L::NIBBLES && !taller(isa)
+        L::NIBBLES && S::MINIMA && !taller(isa)
     }
 }
 
@@ -431,7 +427,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const ONE_STREAM: usize = 0;
     const SCALED_BLOCKS: usize = CHUNK_BLOCKS;
     const WIDENED: usize = 1;
-    const WORDS: [usize; 2] = [chunk_bytes(XG, Self::MINIMA), CHUNK_BLOCKS * scales_bytes(XG, Self::MINIMA)];
+    const WORDS: [usize; 2] = [chunk_bytes(XG, S::MINIMA), CHUNK_BLOCKS * scales_bytes(XG, S::MINIMA)];
 
     fn rows(_: I, _: usize) -> usize {
         WORD_ROWS
@@ -469,11 +465,9 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
                 isa.run(job);
             }};
         }
-        if const { L::NIBBLES && Self::MINIMA } && Self::packed(isa) {
+        if const { L::NIBBLES && S::MINIMA } && Self::packed(isa) {
             prepare!(true, false)
-        } else if const { L::NIBBLES } && Self::packed(isa) {
-            prepare!(false, false)
-        } else if const { Self::MINIMA } {
+        } else if const { S::MINIMA } {
             prepare!(true, true)
         } else {
             prepare!(false, true)
@@ -485,7 +479,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     }
 
     fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
-        let words = words::Words::Made { minima: Self::MINIMA };
+        let words = words::Words::Made { minima: S::MINIMA };
         isa.multiply_words(Kind { nibbles: Self::packed(isa), group: XG, words }, r, tile);
     }
 }
@@ -510,6 +504,8 @@ impl Job for Product<'_> {
     fn go<I: Isa>(self, isa: I) {
         let weights = self.outputs.of;
         let (int8, lookups, bf16, f32) = (isa.for_int8(), isa.for_lookups(), isa.for_bf16(), isa.for_f32());
+        // Whether groups are whole blocks.
+        let blocks = |group: Group| group.cols(BLOCK).is_multiple_of(BLOCK);
         match weights.format() {
             Format::F32 => self.on::<_, Numbers<F32Lines, { scaled::NO }>>(f32, Layout::new),
             Format::F16 => self.on::<_, Numbers<F16Lines, { scaled::NO }>>(f32, Layout::new),
@@ -520,28 +516,26 @@ impl Job for Product<'_> {
             Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) => {
                 self.on::<_, Ints<Bytes<0>, NoScale, BLOCK, 0>>(int8, Layout::new)
             }
-            Format::Int8(g) | Format::Int8Offset(g) if whole_blocks(g) => {
+            Format::Int8(g) | Format::Int8Offset(g) if blocks(g) => {
                 self.on::<_, Ints<Bytes<0>, F16Scale<0>, CHUNK, BLOCK>>(int8, Layout::new)
             }
             Format::Int8(_) | Format::Int8Offset(_) => {
                 self.on::<_, Ints<Bytes<0>, F16Scale<0>, CHUNK, CHUNK>>(int8, Layout::new)
             }
-            Format::Int8Asym(g) if whole_blocks(g) => {
+            Format::Int8Asym(g) if blocks(g) => {
                 self.on::<_, Ints<Bytes<0>, F16Scale<2>, CHUNK, BLOCK>>(int8, Layout::new)
             }
             Format::Int8Asym(_) => self.on::<_, Ints<Bytes<0>, F16Scale<2>, CHUNK, CHUNK>>(int8, Layout::new),
             Format::Int4(Group::Row) => self.on::<_, Ints<Nibbles, NoScale, CHUNK, 0>>(int8, Layout::new),
-            Format::Int4(g) if whole_blocks(g) => {
-                self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, BLOCK>>(int8, Layout::new)
-            }
+            Format::Int4(g) if blocks(g) => self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, BLOCK>>(int8, Layout::new),
             Format::Int4(_) => self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, CHUNK>>(int8, Layout::new),
-            Format::Int4Asym(g) if whole_blocks(g) => {
+            Format::Int4Asym(g) if blocks(g) => {
                 self.on::<_, Ints<Nibbles, F16Scale<1>, CHUNK, BLOCK>>(int8, Layout::new)
             }
             Format::Int4Asym(_) => self.on::<_, Ints<Nibbles, F16Scale<1>, CHUNK, CHUNK>>(int8, Layout::new),
             Format::Mxfp4 => self.on::<_, Ints<E2m1, E8m0Scale, CHUNK, CHUNK>>(lookups, Layout::new),
             Format::Nvfp4 => {
-                self.on::<_, Ints<E2m1, E4m3Scale, { mx::NV_COLS }, { mx::NV_COLS }>>(lookups, Layout::new)
+                self.on_or_in_words::<_, Ints<E2m1, E4m3Scale, { mx::NV_COLS }, { mx::NV_COLS }>>(lookups, Layout::new)
             }
             other => unreachable!("{other} was never accepted"),
         }
@@ -557,14 +551,21 @@ impl Product<'_> {
             self.along::<I, K::Widened>(isa, layout);
         } else if const { I::TILES && !K::INTEGERS && K::GROUPED } && isa.widens() {
             self.along::<I, K::Widened>(isa, layout);
-        } else if matches!(self.inputs.layout(), InputLayout::Int8Words { .. }) {
-            self.in_words::<I, K>(isa, layout);
         } else {
             self.along::<I, K>(isa, layout);
         }
     }
 
-    /// Does it with scales of weights that become words, as those of the inputs are ([`InputLayout::Int8Words`]).
+    /// [`Product::on`], or, with inputs for that, [`Product::in_words`].
+    pub fn on_or_in_words<I: Isa, K: Path<I>>(self, isa: I, layout: fn(Format, usize) -> Layout) {
+        match self.inputs.layout() {
+            InputLayout::Int8Words { .. } => self.in_words::<I, K>(isa, layout),
+            _ => self.on::<I, K>(isa, layout),
+        }
+    }
+
+    /// Does it with scales of weights that become words, as those of the inputs are ([`InputLayout::Int8Words`]): of integers with small codes and scales of 16 or
+    /// 32 columns or several times as many.
     pub fn in_words<I: Isa, K: Path<I>>(self, isa: I, layout: fn(Format, usize) -> Layout) {
         if const { K::IN_WORDS } {
             self.along::<I, K::Words>(isa, layout);
@@ -956,5 +957,8 @@ mod tests {
         for most in [4, 5, 6] {
             check(tiles::<Avx2>, false, most, 3..7);
         }
+        // With words, of which those that are made never stream.
+        check(|n, most| n.div_ceil(most), true, WORD_ROWS, 3..5);
+        assert!((1..=stream_rows(true)).all(|n| n.div_ceil(n.div_ceil(WORD_ROWS)) <= WORD_ROWS));
     }
 }

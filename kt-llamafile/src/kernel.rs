@@ -196,9 +196,9 @@ impl Job for OfBlocks<'_> {
         match p.outputs.of.format() {
             Format::Q8_0 => p.on::<_, Ints<Bytes<0>, Half<false>, 32, 32>>(isa, packed_layout),
             Format::Q4_0 => p.on::<_, Ints<Nibbles, Half<false>, 32, 32>>(isa, packed_layout),
-            Format::Q4_1 => p.on::<_, Ints<Nibbles, Half<true>, 32, 32>>(isa, packed_layout),
-            Format::Q5_0 => p.on::<_, Ints<FiveBits, Half<false>, 32, 32>>(isa, packed_layout),
-            Format::Q5_1 => p.on::<_, Ints<FiveBits, Half<true>, 32, 32>>(isa, packed_layout),
+            Format::Q4_1 => p.on_or_in_words::<_, Ints<Nibbles, Half<true>, 32, 32>>(isa, packed_layout),
+            Format::Q5_0 => p.on_or_in_words::<_, Ints<FiveBits, Half<false>, 32, 32>>(isa, packed_layout),
+            Format::Q5_1 => p.on_or_in_words::<_, Ints<FiveBits, Half<true>, 32, 32>>(isa, packed_layout),
             Format::Iq4Nl => p.on::<_, Ints<Iq4, Half<false>, 32, 32>>(isa, packed_layout),
             Format::Mxfp4Ggml => p.on::<_, Ints<E2m1, HalfPower, 32, 32>>(isa, packed_layout),
             // Sums of larger codes are rounded less.
@@ -208,16 +208,16 @@ impl Job for OfBlocks<'_> {
             Format::Q2K => p.on::<_, Ints<TwoBits, NibblesWithMinima, 16, 16>>(isa, packed_layout),
             Format::Q3K => p.on::<_, Ints<ThreeBits, SignedPairs, 16, BLOCK>>(isa, packed_layout),
             Format::Q4K => p.on::<_, Ints<Nibbles, InUnits, 32, BLOCK>>(isa, packed_layout),
-            Format::Q5K => p.on::<_, Ints<FiveBits, WithMinima, 32, 32>>(isa, packed_layout),
+            Format::Q5K => p.on_or_in_words::<_, Ints<FiveBits, WithMinima, 32, 32>>(isa, packed_layout),
             Format::Q6K => p.on::<_, Ints<SixBits, SignedPairs, 16, BLOCK>>(isa, packed_layout),
             Format::Iq4Xs => p.on::<_, Ints<Iq4, Signed<1>, 32, 32>>(isa, packed_layout),
             Format::Tq1_0 | Format::Tq2_0 => p.on::<_, Ints<TwoBits, Half<false>, 32, 128>>(isa, packed_layout),
             Format::Iq1S => p.on::<_, Ints<Eights, MoreOrLess, 32, 32>>(isa, packed_layout),
-            Format::Iq1M => p.on::<_, Ints<Iq1Codes, Signed<8>, 16, 16>>(isa, packed_layout),
+            Format::Iq1M => p.on_or_in_words::<_, Ints<Iq1Codes, Signed<8>, 16, 16>>(isa, packed_layout),
             Format::Iq2Xxs => p.on::<_, Ints<Iq2Codes, Signed<8>, 32, 32>>(isa, packed_layout),
             Format::Iq2Xs | Format::Iq2S => p.on::<_, Ints<Iq2Codes, Signed<8>, 16, 16>>(isa, packed_layout),
             Format::Iq3Xxs => p.on::<_, Ints<Iq3XxsCodes, Signed<4>, 32, 32>>(isa, packed_layout),
-            Format::Iq3S => p.on::<_, Ints<Iq3SCodes, Signed<1>, 32, 32>>(isa, packed_layout),
+            Format::Iq3S => p.on_or_in_words::<_, Ints<Iq3SCodes, Signed<1>, 32, 32>>(isa, packed_layout),
             other => unreachable!("{other} was never accepted"),
         }
     }
