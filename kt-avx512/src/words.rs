@@ -1,7 +1,7 @@
 //! Many rows of integers whose groups of columns have integer scales, or get them: their tiles, by hand.
 //!
 //! **Types that have them** (Q3_K, Q4_K, Q6_K): sums of products are words, multiplied by scales of one or two groups, become F32, and are scaled once more for
-//! 256 columns. The numbers are those of [`IntTile`](crate::tile::IntTile), bit for bit, in 6 to 8 % less time than what compilers make of it.
+//! 256 columns. The numbers are those of [`IntTile`](crate::tile::IntTile), bit for bit, in 2 to 7 % less time than what compilers make of it.
 //!
 //! **Others, in calls of many rows**: a group's sum of products takes two multiplications beside its products if its scales are F32, one with that of the weights and one with that of the
 //! inputs, and one for a minimum. Here the sums of two groups are the words of a dword ([`InputLayout::Int8Words`]): one multiplication by both scales of the inputs, and
