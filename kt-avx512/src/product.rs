@@ -450,28 +450,13 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         [lines, words, scales]: [&mut [u8]; 3],
     ) {
         macro_rules! prepare {
-            ($minima:literal, $unpack:literal) => {{
+            ($unpack:literal) => {{
                 let kind = PhantomData;
-                let job = Prepare::<L, S, XG, WG, $minima, $unpack> {
-                    layout,
-                    panel,
-                    blocks,
-                    zero,
-                    lines,
-                    words,
-                    scales,
-                    kind,
-                };
+                let job = Prepare::<L, S, XG, WG, $unpack> { layout, panel, blocks, zero, lines, words, scales, kind };
                 isa.run(job);
             }};
         }
-        if const { L::NIBBLES && S::MINIMA } && Self::packed(isa) {
-            prepare!(true, false)
-        } else if const { S::MINIMA } {
-            prepare!(true, true)
-        } else {
-            prepare!(false, true)
-        }
+        if const { L::NIBBLES && S::MINIMA } && Self::packed(isa) { prepare!(false) } else { prepare!(true) }
     }
 
     fn stream(_: I, _: usize, _: Tile<'_>) {

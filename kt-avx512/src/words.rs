@@ -50,7 +50,7 @@ const fn most(group: usize) -> i32 {
 }
 
 /// Prepares some blocks of a panel for [`run`]: unpacks their lines, if they are not nibbles that stay, and makes words of their scales.
-pub(crate) struct Prepare<'a, L, S, const G: usize, const WG: usize, const MINIMA: bool, const UNPACK: bool> {
+pub(crate) struct Prepare<'a, L, S, const G: usize, const WG: usize, const UNPACK: bool> {
     pub layout: &'a Layout,
     /// The panel.
     pub panel: &'a [u8],
@@ -67,14 +67,12 @@ pub(crate) struct Prepare<'a, L, S, const G: usize, const WG: usize, const MINIM
     pub kind: PhantomData<(L, S)>,
 }
 
-impl<L: Codes, S: Scale, const G: usize, const WG: usize, const MINIMA: bool, const UNPACK: bool> Job
-    for Prepare<'_, L, S, G, WG, MINIMA, UNPACK>
-{
+impl<L: Codes, S: Scale, const G: usize, const WG: usize, const UNPACK: bool> Job for Prepare<'_, L, S, G, WG, UNPACK> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
         let (layout, panel, step) = (self.layout, self.panel, self.layout.step());
         let start = self.blocks.start;
-        assert!(start.is_multiple_of(CHUNK_BLOCKS) && self.scales.len() >= CHUNK_BLOCKS * scales_bytes(G, MINIMA));
+        assert!(start.is_multiple_of(CHUNK_BLOCKS) && self.scales.len() >= CHUNK_BLOCKS * scales_bytes(G, S::MINIMA));
         let group = layout.group.unwrap_or(BLOCK);
         let mut cursor = Scales {
             panel,
@@ -85,7 +83,7 @@ impl<L: Codes, S: Scale, const G: usize, const WG: usize, const MINIMA: bool, co
             above: 0,
             zero: self.zero,
         };
-        let lines = lines_of(MINIMA);
+        let lines = lines_of(S::MINIMA);
         let zero = isa.splat_f32(self.zero as f32);
         let most = isa.splat_f32(const { most(G) } as f32);
         let outputs = if S::OUTPUTS {
@@ -95,12 +93,12 @@ impl<L: Codes, S: Scale, const G: usize, const WG: usize, const MINIMA: bool, co
             isa.splat_f32(1.0)
         };
         let line_bytes = PANEL * BLOCK;
-        let chunks = self.words.chunks_exact_mut(chunk_bytes(G, MINIMA));
+        let chunks = self.words.chunks_exact_mut(chunk_bytes(G, S::MINIMA));
         assert!(chunks.len() >= self.blocks.len().div_ceil(CHUNK_BLOCKS));
         for (first, words) in self.blocks.clone().step_by(CHUNK_BLOCKS).zip(chunks) {
             let blocks = CHUNK_BLOCKS.min(self.blocks.end - first);
             let mut largest = isa.splat(0);
-            for (i, scales) in self.scales.chunks_exact_mut(scales_bytes(G, MINIMA)).take(blocks).enumerate() {
+            for (i, scales) in self.scales.chunks_exact_mut(scales_bytes(G, S::MINIMA)).take(blocks).enumerate() {
                 let block = first + i;
                 cursor.above = layout.supers_at + block * BLOCK / SUPER * layout.super_record;
                 if UNPACK {
@@ -115,7 +113,7 @@ impl<L: Codes, S: Scale, const G: usize, const WG: usize, const MINIMA: bool, co
                     // SAFETY: a line or two.
                     unsafe {
                         isa.store(to.as_mut_ptr(), isa.as_int(scale));
-                        if MINIMA {
+                        if S::MINIMA {
                             let add = isa.mul_add(scale, zero, add);
                             largest = isa.max(largest, isa.as_int(isa.abs(add)));
                             isa.store(to[LINE..].as_mut_ptr(), isa.as_int(add));
