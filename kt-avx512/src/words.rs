@@ -6,7 +6,7 @@
 //! **Others, in calls of many rows**: a group's sum of products takes two multiplications beside its products if its scales are F32, one with that of the weights and one with that of the
 //! inputs, and one for a minimum. Here the sums of two groups are the words of a dword ([`InputLayout::Int8Words`]): one multiplication by both scales of the inputs, and
 //! one by both of the weights, which adds up the two as well, to sums of a block of 128 columns. For that, scales become integers: of the inputs relative to the largest
-//! of a block, of the weights (and minima) to the largest of [`CHUNK_BLOCKS`] of them, 14 bits or 13. What that rounds is a twentieth of what rounding inputs to 8 bits does, and less. Numbers are not
+//! of a block, of the weights (and minima) to the largest of [`CHUNK_BLOCKS`] of them, 14 bits or 13. What that rounds is little beside rounding inputs to 8 bits (`PERFORMANCE.md`). Numbers are not
 //! those of F32 scales to the last bit; so this is for calls of many rows alone.
 //!
 //! All formats are alike here: their codes, as bytes of a line or as nibbles, and two words a dword for each output, made of their scales
@@ -47,6 +47,15 @@ const fn lines_of(minima: bool) -> usize {
 /// The largest word: sums of a block are dwords, of products with words that are 2^15 at most, and of minima with the sums of codes.
 const fn most(group: usize) -> i32 {
     if group == 16 { 7700 } else { 14000 }
+}
+
+/// Unpacks the lines of a block, whose scales are for words.
+#[inline(always)]
+fn unpack<I: Isa, L: Codes, const G: usize>(isa: I, layout: &Layout, panel: &[u8], block: usize, to: &mut [u8]) {
+    let step = layout.step();
+    let from = layout.lines_at(block).map(|at| panel.get(spread(at, step)..).unwrap_or_default());
+    let scales = &mut Scales { panel, step, record: 0, left: 0, group: 0, above: 0, zero: 0 };
+    Unpack::<L, NoScale, G, false> { from, scales, to, kind: PhantomData }.go(isa);
 }
 
 /// Prepares some blocks of a panel for [`run`]: unpacks their lines, if they are not nibbles that stay, and makes words of their scales.
@@ -102,9 +111,8 @@ impl<L: Codes, S: Scale, const G: usize, const WG: usize, const UNPACK: bool> Jo
                 let block = first + i;
                 cursor.above = layout.supers_at + block * BLOCK / SUPER * layout.super_record;
                 if UNPACK {
-                    let from = layout.lines_at(block).map(|at| panel.get(spread(at, step)..).unwrap_or_default());
                     let to = &mut self.lines[(block - start) * line_bytes..][..line_bytes];
-                    Unpack::<L, NoScale, G, false> { from, scales: &mut cursor.clone(), to, kind: PhantomData }.go(isa);
+                    unpack::<I, L, G>(isa, layout, panel, block, to);
                 }
                 for (g, to) in scales.chunks_exact_mut(lines * LINE).enumerate() {
                     let [scale, add] = of_group::<I, S, G, WG>(isa, &mut cursor, g);
@@ -186,10 +194,8 @@ impl<L: Codes, S: Scale, const G: usize, const UNPACK: bool> Job for PrepareSupe
             };
             for (block, words) in (first..self.blocks.end).zip(words.chunks_exact_mut(SUPER_WORDS)) {
                 if UNPACK {
-                    let from = layout.lines_at(block).map(|at| panel.get(spread(at, step)..).unwrap_or_default());
                     let to = &mut self.lines[(block - start) * line_bytes..][..line_bytes];
-                    let scales = &mut Scales { panel, step, record: 0, left: 0, group: 0, above: 0, zero: 0 };
-                    Unpack::<L, NoScale, G, false> { from, scales, to, kind: PhantomData }.go(isa);
+                    unpack::<I, L, G>(isa, layout, panel, block, to);
                 }
                 let mut record = layout.first_record(block);
                 for words in words.chunks_exact_mut(LINE) {
@@ -288,23 +294,16 @@ macro_rules! row {
             "vpaddd ", $b, ", ", $b, ", ", $x, "\n"
         )
     };
-    // Of columns 4 * k and on.
-    (bytes, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+    // Of columns k and on, and of the four after those.
+    (first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
-            "vpbroadcastd ", $x, ", dword ptr [{x} + 4*\\k + ", $r, "*{row}]\n", "vpdpbusd ", $a, ", zmm24, ", $x, "\n",
+            "vpbroadcastd ", $x, ", dword ptr [{x} + \\k + ", $r, "*{row}]\n", "vpdpbusd ", $a, ", zmm24, ", $x, "\n",
             "vpdpbusd ", $b, ", zmm25, ", $x, "\n"
         )
     };
-    // Of columns 8 * k and on, and of the next four.
-    (low, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+    (second, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
-            "vpbroadcastd ", $x, ", dword ptr [{x} + 8*\\k + ", $r, "*{row}]\n", "vpdpbusd ", $a, ", zmm24, ", $x, "\n",
-            "vpdpbusd ", $b, ", zmm25, ", $x, "\n"
-        )
-    };
-    (high, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
-        concat!(
-            "vpbroadcastd ", $x, ", dword ptr [{x} + 8*\\k + 4 + ", $r, "*{row}]\n", "vpdpbusd ", $a, ", zmm24, ", $x, "\n",
+            "vpbroadcastd ", $x, ", dword ptr [{x} + \\k + 4 + ", $r, "*{row}]\n", "vpdpbusd ", $a, ", zmm24, ", $x, "\n",
             "vpdpbusd ", $b, ", zmm25, ", $x, "\n"
         )
     };
@@ -320,17 +319,7 @@ macro_rules! row {
             "vpdpwssd ", $t, ", ", $x, ", zmm25\n"
         )
     };
-    // The same for sums of words, with `{n}` that of a group of 32 columns, `{unit}` its scale.
-    (of_type_begin, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
-        concat!("vpbroadcastd ", $a, ", dword ptr [{n} + ", $r, "*{row}]\n", "vmovdqa64 ", $b, ", ", $a, "\n")
-    };
-    (of_type_up, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
-        concat!(
-            "vpslld ", $a, ", ", $a, ", 16\n", "vpslld ", $b, ", ", $b, ", 16\n",
-            "vpbroadcastd ", $x, ", dword ptr [{n} + 4 + ", $r, "*{row}]\n", "vpaddd ", $a, ", ", $a, ", ", $x, "\n",
-            "vpaddd ", $b, ", ", $b, ", ", $x, "\n"
-        )
-    };
+    // Of sums of words, with `{unit}` the scale of a group of 32 columns.
     (of_type_total, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
             "vpxord ", $a, ", ", $a, ", zmm30\n", "vpxord ", $b, ", ", $b, ", zmm30\n", "vpmaddwd ", $a, ", ", $a, ", zmm24\n",
@@ -369,23 +358,23 @@ macro_rules! rows {
 macro_rules! products {
     ($r:tt, nibbles, 32) => {
         concat!(
-            ".irp k, 0, 1, 2, 3\n", "vmovdqu64 zmm26, zmmword ptr [{first} + 64*\\k]\n", "vmovdqu64 zmm27, zmmword ptr [{second} + 64*\\k]\n",
-            "vpandq zmm24, zmm26, zmm31\n", "vpandq zmm25, zmm27, zmm31\n", rows!($r, low), "vpsrlw zmm26, zmm26, 4\n", "vpsrlw zmm27, zmm27, 4\n",
-            "vpandq zmm24, zmm26, zmm31\n", "vpandq zmm25, zmm27, zmm31\n", rows!($r, high), ".endr\n", "add {first}, 256\n", "add {second}, 256\n",
+            ".irp k, 0, 8, 16, 24\n", "vmovdqu64 zmm26, zmmword ptr [{first} + 8*\\k]\n", "vmovdqu64 zmm27, zmmword ptr [{second} + 8*\\k]\n",
+            "vpandq zmm24, zmm26, zmm31\n", "vpandq zmm25, zmm27, zmm31\n", rows!($r, first), "vpsrlw zmm26, zmm26, 4\n", "vpsrlw zmm27, zmm27, 4\n",
+            "vpandq zmm24, zmm26, zmm31\n", "vpandq zmm25, zmm27, zmm31\n", rows!($r, second), ".endr\n", "add {first}, 256\n", "add {second}, 256\n",
             "add {x}, 32\n"
         )
     };
     ($r:tt, bytes, 32) => {
         concat!(
-            ".irp k, 0, 1, 2, 3, 4, 5, 6, 7\n", "vmovdqu64 zmm24, zmmword ptr [{first} + 64*\\k]\n",
-            "vmovdqu64 zmm25, zmmword ptr [{second} + 64*\\k]\n", rows!($r, bytes), ".endr\n", "add {first}, 512\n", "add {second}, 512\n",
+            ".irp k, 0, 4, 8, 12, 16, 20, 24, 28\n", "vmovdqu64 zmm24, zmmword ptr [{first} + 16*\\k]\n",
+            "vmovdqu64 zmm25, zmmword ptr [{second} + 16*\\k]\n", rows!($r, first), ".endr\n", "add {first}, 512\n", "add {second}, 512\n",
             "add {x}, 32\n"
         )
     };
     ($r:tt, bytes, 16) => {
         concat!(
-            ".irp k, 0, 1, 2, 3\n", "vmovdqu64 zmm24, zmmword ptr [{first} + 64*\\k]\n", "vmovdqu64 zmm25, zmmword ptr [{second} + 64*\\k]\n",
-            rows!($r, bytes), ".endr\n", "add {first}, 256\n", "add {second}, 256\n", "add {x}, 16\n"
+            ".irp k, 0, 4, 8, 12\n", "vmovdqu64 zmm24, zmmword ptr [{first} + 16*\\k]\n", "vmovdqu64 zmm25, zmmword ptr [{second} + 16*\\k]\n",
+            rows!($r, first), ".endr\n", "add {first}, 256\n", "add {second}, 256\n", "add {x}, 16\n"
         )
     };
 }
@@ -419,7 +408,7 @@ macro_rules! kind {
 macro_rules! columns {
     ($r:tt, $codes:ident, 16) => {
         concat!(
-            products!($r, $codes, 16), rows!($r, of_type_up), products!($r, $codes, 16), "add {n}, 8\n"
+            products!($r, $codes, 16), rows!($r, up), products!($r, $codes, 16), "add {n}, 8\n"
         )
     };
     ($r:tt, $codes:ident, 32) => {
@@ -443,7 +432,8 @@ macro_rules! tile_of_type {
                     let [mut first, mut second] = at.lines;
                     let [mut words, mut others] = at.words;
                     let (mut x, mut unit) = (at.x, at.x.wrapping_add(BLOCK));
-                    let mut n = unit.wrapping_add(BLOCK / 32 * 4);
+                    // What inputs have begins with the sums: there are no words of theirs before them.
+                    let mut n = unit.wrapping_add(BLOCK / 32 * 4 - 4);
                     let mut groups = BLOCK / 32;
                     std::arch::asm!(
                         // The low nibble of each byte, and 2^15.
@@ -454,7 +444,7 @@ macro_rules! tile_of_type {
                         "vpsllw zmm24, zmm31, 8",
                         "vpord zmm31, zmm31, zmm24",
                         "2:",
-                        rows!($r, of_type_begin),
+                        rows!($r, begin),
                         columns!($r, $codes, $group),
                         "vmovdqu64 zmm24, zmmword ptr [{words}]",
                         "vmovdqu64 zmm25, zmmword ptr [{others}]",

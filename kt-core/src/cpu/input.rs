@@ -503,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_in_words_are_those_of_groups_of_32_with_integer_scales() {
+    fn blocks_in_words_have_integer_scales_of_groups() {
         let mut random = crate::testing::Random(5);
         for (group, zero, minima) in [(16, 12, false), (16, 2, true), (32, 8, true), (32, 16, false)] {
             // Groups of unlike sizes, one of zeros, and one whose codes are all large.
