@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 
 use kt_core::cpu::input::BLOCK;
 
-use crate::ahead::{Later, Level};
+use crate::ahead::Later;
 use crate::isa::{Bits, Grid, Isa, Job};
 use crate::layout::{LINE, PANEL, SUPER};
 
@@ -74,7 +74,7 @@ impl<B: Blocks> Job for Decode<'_, B> {
             // One thing at a time, so that nothing is loaded right after parts of it are stored.
             for (o, (row, output)) in rows.iter_mut().zip(self.outputs).enumerate() {
                 if o % ASK == 0 {
-                    self.later.ask(Level::Second);
+                    self.later.ask();
                 }
                 B::read(isa, &output[at * B::BYTES..][..B::BYTES], row);
             }
@@ -139,7 +139,7 @@ impl<B: Blocks, const G: usize, const R: usize> Job for Direct<'_, B, G, R> {
             // One thing at a time, so that nothing is loaded right after parts of it are stored.
             for (o, (row, output)) in rows.iter_mut().zip(self.outputs).enumerate() {
                 if o % ASK == 0 {
-                    self.later.ask(Level::Second);
+                    self.later.ask();
                 }
                 B::read(isa, &output[at * B::BYTES..][..B::BYTES], row);
             }

@@ -20,7 +20,7 @@ use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
     Nibbles, NoScale, Scale, Scales, Summed, Unpack, Widen, WidenFloats,
 };
-use crate::tile::{FloatTile, IntTile, Tile, one_stream, scaled, scaled_blocks};
+use crate::tile::{ASKS, FloatTile, IntTile, Tile, one_stream, scaled, scaled_blocks};
 use crate::tiled::{self, MOST_ROWS, PIECE, SUMS_SIZE, Spans, TILE_ROWS};
 use crate::words::{
     self, CHUNK_BLOCKS, Kind, Prepare, PrepareSupers, SUPER_BYTES, WORD_ROWS, chunk_bytes, scales_bytes,
@@ -65,6 +65,8 @@ pub trait Path<I: Isa> {
     const SCALED_BLOCKS: usize;
     /// Lines that an operand becomes where lines are unpacked.
     const WIDENED: usize;
+    /// How many times with each block tiles of many rows ask for what comes later.
+    const ASKS: usize = 1;
     /// Bytes of the words of [`Path::SCALED_BLOCKS`] blocks, and their unit, if tiles have scales as words; and of these scales as F32, if they become such.
     const WORDS: [usize; 2] = [0; 2];
     /// Rows of the largest tile over cached lines, of so many rows in all: as many as keep sums (and totals, where scales come in between) in registers.
@@ -142,6 +144,8 @@ const fn stream_panels<I: Isa, K: Path<I>>(rows: usize) -> usize {
         2 if I::LARGE => 4,
         2 => 2,
         3..=6 if I::LARGE => 2,
+        // One of four that take turns would leave three quarters of what is read together.
+        7 | 8 if I::LARGE && bundle == 4 => 2,
         _ => 1,
     }
 }
@@ -192,6 +196,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const ONE_STREAM: usize = one_stream::<L, S, XG, WG>();
     const SCALED_BLOCKS: usize = scaled_blocks::<S>();
     const WIDENED: usize = 1;
+    const ASKS: usize = if XG == BLOCK && !I::TILES { ASKS } else { 1 };
     const WORDS: [usize; 2] = if words_of_type::<I, S>() { [SUPER_BYTES, 0] } else { [0; 2] };
 
     fn rows(isa: I, rows: usize) -> usize {
@@ -276,6 +281,11 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     const SCALED_BLOCKS: usize = 1;
     // Lines that are operands are widened in the tile: layers of BF16 are 4 to 8 % slower at 32 rows else, and 2 % faster at 64.
     const WIDENED: usize = if L::BF16 && L::OPERANDS > 1 && I::LARGE && I::INPUT_BYTES > 2 { 2 } else { 1 };
+    const ASKS: usize = match L::BF16 && <Self as Path<I>>::WIDENED == 1 {
+        _ if I::TILES => 1,
+        true => scaled::asks(SCALED, BLOCK / 2),
+        false => scaled::asks(SCALED, BLOCK),
+    };
 
     fn rows(_: I, _: usize) -> usize {
         // Totals beside the sums, where scales come in between, may lie in memory.
@@ -631,8 +641,8 @@ impl Product<'_> {
         let mut done = 0;
         if const { K::STREAMS } && n <= isa.stream_rows() {
             later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
-            later.spread(1);
-            later.ask(Level::Second);
+            later.spread(1, Level::Second);
+            later.ask();
             let panels = stream_panels::<I, K>(n);
             let (lines_at, scales_at) = (layout.lines_at(0), scales_at(0));
             let ahead = Ahead::of(n, panels, K::INTEGERS, panels > 1 && panels == layout.bundle);
@@ -748,7 +758,7 @@ impl Product<'_> {
                     let part = &next_inputs[part(done)..part(done + panels * PANEL)];
                     later.add(part.as_ptr(), part.len());
                 }
-                later.spread(tiles * blocks);
+                later.spread(tiles * blocks * K::ASKS, Level::of(n, I::LARGE));
                 let mut first = 0;
                 while first < n {
                     let (rows, row_tiles) = match larger * (rows + 1) {
@@ -777,6 +787,7 @@ impl Product<'_> {
                     K::cached(isa, rows, unpack || K::LIGHT, tile);
                     first += rows * row_tiles;
                 }
+                debug_assert!(I::TILES || later.is_done(), "lines that are asked for {} times a block", K::ASKS);
             }
             done += panels * PANEL;
         }
@@ -825,7 +836,8 @@ impl Product<'_> {
             if let Some((matrix, first)) = following {
                 later.add(matrix.row(first).as_ptr(), panels * PANEL * columns * B::BYTES);
             }
-            later.spread(if few { columns * panels * (PANEL / ASK) } else { tiles * columns * (SUPER / BLOCK) });
+            let times = if few { columns * panels * (PANEL / ASK) } else { tiles * columns * (SUPER / BLOCK) };
+            later.spread(times, if few { Level::Second } else { Level::First });
             if const { !I::TILES } && direct {
                 let first = range.start + done;
                 let outputs: [&[u8]; PANEL] =

@@ -16,7 +16,7 @@ use std::marker::PhantomData;
 
 use kt_core::cpu::input::{BLOCK, WORD_ZERO};
 
-use crate::ahead::{Ahead, Later, Level, prefetch_later, prefetch_now};
+use crate::ahead::{Ahead, Later, prefetch_later, prefetch_now};
 use crate::isa::{Isa, Job};
 use crate::layout::{LINE, PANEL, SUPER, spread, unit_of};
 use crate::lines::{Codes, Floats, Lines, SHIFTED, Scale, Steps};
@@ -83,6 +83,13 @@ pub struct Tile<'a> {
     /// so far.
     pub last: bool,
 }
+
+/// Lines of a panel after which those that come later are asked for anew, in loops over so many lines that this costs nothing: at once, as with each block of those that
+/// have scales, they are too many for what a first-level cache has for misses.
+const ASK_STEPS: usize = 8;
+
+/// How many times integers without scales of groups do that with each block.
+pub(crate) const ASKS: usize = BLOCK / 4 / ASK_STEPS;
 
 /// What a tile reads of a panel, beside its lines, which are so many bytes apart.
 struct Reads {
@@ -447,6 +454,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 // From three rows on (over one panel four) a loop: else compilers load the inputs of all steps at once, and keep them in memory.
                 let steps = if STREAM && I::LARGE && R > 2 && R * P > 3 { opaque(steps) } else { steps };
                 for step in 0..steps {
+                    if !STREAM && XG == BLOCK && step % ASK_STEPS == 0 {
+                        t.later.ask();
+                    }
                     add!(step);
                 }
             }
@@ -664,8 +674,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                         }
                     }
                 }
-                if !STREAM && !L::SUMMED {
-                    t.later.ask(Level::First);
+                if !STREAM && !L::SUMMED && XG < BLOCK {
+                    t.later.ask();
                 }
                 let super_at = t.supers_at + (t.first_block + block) * BLOCK / SUPER * S::SUPER;
                 let above = |p: usize| scales_at(p, if S::SUPER > 0 { super_at } else { 0 });
@@ -891,6 +901,16 @@ pub(crate) mod scaled {
     /// E8M0 per output and 32 columns.
     pub(crate) const GROUPS: u8 = 3;
 
+    /// Lines after which those that come later are asked for: with each scale of groups once, as the totals of such tiles lie in memory already.
+    pub(super) const fn ask_steps(scaled: u8) -> usize {
+        if scaled == GROUPS { 16 } else { super::ASK_STEPS }
+    }
+
+    /// How many times that is with a block of so many lines.
+    pub(crate) const fn asks(scaled: u8, lines: usize) -> usize {
+        lines / ask_steps(scaled)
+    }
+
     /// Columns, and bytes of scales of a panel, until a scale is due; no bytes where none is.
     pub(crate) const fn span(scaled: u8) -> (usize, usize) {
         match scaled {
@@ -1100,13 +1120,13 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                     if ASKS { t.ahead.ask(at.wrapping_add(ahead)) } else { prefetch_now(at) }
                 }
             }
-            if !STREAM {
-                t.later.ask(Level::Second);
-            }
             for s in 0..BLOCK / span {
                 let mut sums = if record > 0 { [[isa.zero(); P]; R] } else { total };
                 let mut chains = [[[isa.zero(); 2]; P]; R];
                 for j in 0..span / per_operand / L::OPERANDS {
+                    if !STREAM && j % scaled::ask_steps(SCALED) == 0 {
+                        t.later.ask();
+                    }
                     let mut w = [[isa.splat(0); 2]; P];
                     for (p, w) in w.iter_mut().enumerate() {
                         let at = line.wrapping_add(p * t.weight_stride);

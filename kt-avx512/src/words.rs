@@ -20,7 +20,6 @@ use std::ops::Range;
 
 use kt_core::cpu::input::{BLOCK, InputLayout, Sums};
 
-use crate::ahead::Level;
 use crate::isa::{Isa, Job};
 use crate::layout::{LINE, Layout, PANEL, SUPER, spread};
 use crate::lines::{Codes, NoScale, Scale, Scales, Unpack, of_group};
@@ -650,7 +649,7 @@ unsafe fn tile_of<const N: usize, const KEPT: bool>(
             }
         }
         for i in 0..t.blocks {
-            t.later.ask(Level::First);
+            t.later.ask();
             if i & (chunk_blocks - 1) == 0 {
                 units = words;
                 words = words.wrapping_add(LINE);
