@@ -107,8 +107,8 @@ macro_rules! rows {
 macro_rules! stream_shapes {
     ($isa:ty, $path:ty, $r:expr, $job:expr) => {
         rows!($r, [1, 2, 3, 4, 5, 6, 7, 8], {
-            if const { R > stream_rows(<$isa>::LARGE) } {
-                unreachable!("{R} rows do not stream");
+            if const { R > stream_rows(<$isa>::LARGE) || stream_times::<$isa, $path>(R) > 1 } {
+                unreachable!("{R} rows do not stream at once");
             } else if const { stream_panels::<$isa, $path>(R) == 1 } {
                 const P: usize = 1;
                 $job
@@ -144,10 +144,14 @@ const fn stream_panels<I: Isa, K: Path<I>>(rows: usize) -> usize {
         2 if I::LARGE => 4,
         2 => 2,
         3..=6 if I::LARGE => 2,
-        // One of four that take turns would leave three quarters of what is read together.
-        7 | 8 if I::LARGE && bundle == 4 => 2,
         _ => 1,
     }
+}
+
+/// How many times rows that stream pass over the same panels, some of them each time. Of four that take turns some would leave others that were read with them, and registers
+/// are too few for more rows of all four: so these pass over them twice, the second time in the cache.
+const fn stream_times<I: Isa, K: Path<I>>(rows: usize) -> usize {
+    if I::LARGE && !I::TILES && K::Lines::BUNDLE == MOST_PANELS && rows > MOST_PANELS { 2 } else { 1 }
 }
 
 /// Panels at once for rows that pass over lines in the cache.
@@ -643,20 +647,27 @@ impl Product<'_> {
             later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
             later.spread(1, Level::Second);
             later.ask();
-            let panels = stream_panels::<I, K>(n);
+            // The first ones have no less than the others.
+            let times = stream_times::<I, K>(n);
+            let most = n.div_ceil(times);
+            let panels = stream_panels::<I, K>(most);
             let (lines_at, scales_at) = (layout.lines_at(0), scales_at(0));
-            let ahead = Ahead::of(n, panels, K::INTEGERS, panels > 1 && panels == layout.bundle);
             while done < width {
                 let at = panel_at(done);
-                let tile = Tile {
-                    weights: lines_at.map(|line| from(at, line)),
-                    after: following(done + panels * PANEL).0,
-                    ahead,
-                    out: &mut self.out[done..],
-                    width: (width - done).min(panels * PANEL),
-                    ..part(at, 0, layout.blocks, scales_at)
-                };
-                K::stream(isa, n, tile);
+                for first in (0..n).step_by(most) {
+                    let rows = most.min(n - first);
+                    let part = part(at, 0, layout.blocks, scales_at);
+                    let tile = Tile {
+                        weights: lines_at.map(|line| from(at, line)),
+                        after: following(done + panels * PANEL).0,
+                        ahead: Ahead::of(rows, panels, K::INTEGERS, panels > 1 && panels == layout.bundle),
+                        inputs: &part.inputs[first * block_bytes..],
+                        out: &mut self.out[first * width + done..],
+                        width: (width - done).min(panels * PANEL),
+                        ..part
+                    };
+                    K::stream(isa, rows, tile);
+                }
                 done += panels * PANEL;
             }
             return;
