@@ -20,7 +20,7 @@ use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
     Nibbles, NoScale, Scale, Scales, Summed, Unpack, Widen, WidenFloats,
 };
-use crate::tile::{ASKS, FloatTile, IntTile, Tile, one_stream, scaled, scaled_blocks};
+use crate::tile::{BLOCK_ASKS, FloatTile, IntTile, Tile, one_stream, scaled, scaled_blocks};
 use crate::tiled::{self, MOST_ROWS, PIECE, SUMS_SIZE, Spans, TILE_ROWS};
 use crate::words::{
     self, CHUNK_BLOCKS, Kind, Prepare, PrepareSupers, SUPER_BYTES, WORD_ROWS, chunk_bytes, scales_bytes,
@@ -107,8 +107,8 @@ macro_rules! rows {
 macro_rules! stream_shapes {
     ($isa:ty, $path:ty, $r:expr, $job:expr) => {
         rows!($r, [1, 2, 3, 4, 5, 6, 7, 8], {
-            if const { R > stream_rows(<$isa>::LARGE) || stream_times::<$isa, $path>(R) > 1 } {
-                unreachable!("{R} rows do not stream at once");
+            if const { R > stream_rows(<$isa>::LARGE) } {
+                unreachable!("{R} rows do not stream");
             } else if const { stream_panels::<$isa, $path>(R) == 1 } {
                 const P: usize = 1;
                 $job
@@ -144,14 +144,10 @@ const fn stream_panels<I: Isa, K: Path<I>>(rows: usize) -> usize {
         2 if I::LARGE => 4,
         2 => 2,
         3..=6 if I::LARGE => 2,
+        // Of four that take turns, one would leave three that were read with it.
+        7 | 8 if I::LARGE && bundle == 4 => 2,
         _ => 1,
     }
-}
-
-/// How many times rows that stream pass over the same panels, some of them each time. Of four that take turns some would leave others that were read with them, and registers
-/// are too few for more rows of all four: so these pass over them twice, the second time in the cache.
-const fn stream_times<I: Isa, K: Path<I>>(rows: usize) -> usize {
-    if I::LARGE && !I::TILES && K::Lines::BUNDLE == MOST_PANELS && rows > MOST_PANELS { 2 } else { 1 }
 }
 
 /// Panels at once for rows that pass over lines in the cache.
@@ -200,7 +196,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const ONE_STREAM: usize = one_stream::<L, S, XG, WG>();
     const SCALED_BLOCKS: usize = scaled_blocks::<S>();
     const WIDENED: usize = 1;
-    const ASKS: usize = if XG == BLOCK && !I::TILES { ASKS } else { 1 };
+    const ASKS: usize = if XG == BLOCK && !I::TILES { BLOCK_ASKS } else { 1 };
     const WORDS: [usize; 2] = if words_of_type::<I, S>() { [SUPER_BYTES, 0] } else { [0; 2] };
 
     fn rows(isa: I, rows: usize) -> usize {
@@ -647,27 +643,20 @@ impl Product<'_> {
             later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
             later.spread(1, Level::Second);
             later.ask();
-            // The first ones have no less than the others.
-            let times = stream_times::<I, K>(n);
-            let most = n.div_ceil(times);
-            let panels = stream_panels::<I, K>(most);
+            let panels = stream_panels::<I, K>(n);
             let (lines_at, scales_at) = (layout.lines_at(0), scales_at(0));
+            let ahead = Ahead::of(n, panels, K::INTEGERS, panels > 1 && panels == layout.bundle);
             while done < width {
                 let at = panel_at(done);
-                for first in (0..n).step_by(most) {
-                    let rows = most.min(n - first);
-                    let part = part(at, 0, layout.blocks, scales_at);
-                    let tile = Tile {
-                        weights: lines_at.map(|line| from(at, line)),
-                        after: following(done + panels * PANEL).0,
-                        ahead: Ahead::of(rows, panels, K::INTEGERS, panels > 1 && panels == layout.bundle),
-                        inputs: &part.inputs[first * block_bytes..],
-                        out: &mut self.out[first * width + done..],
-                        width: (width - done).min(panels * PANEL),
-                        ..part
-                    };
-                    K::stream(isa, rows, tile);
-                }
+                let tile = Tile {
+                    weights: lines_at.map(|line| from(at, line)),
+                    after: following(done + panels * PANEL).0,
+                    ahead,
+                    out: &mut self.out[done..],
+                    width: (width - done).min(panels * PANEL),
+                    ..part(at, 0, layout.blocks, scales_at)
+                };
+                K::stream(isa, n, tile);
                 done += panels * PANEL;
             }
             return;

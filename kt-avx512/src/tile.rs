@@ -89,7 +89,7 @@ pub struct Tile<'a> {
 const ASK_STEPS: usize = 8;
 
 /// How many times integers without scales of groups do that with each block.
-pub(crate) const ASKS: usize = BLOCK / 4 / ASK_STEPS;
+pub(crate) const BLOCK_ASKS: usize = BLOCK / 4 / ASK_STEPS;
 
 /// What a tile reads of a panel, beside its lines, which are so many bytes apart.
 struct Reads {
