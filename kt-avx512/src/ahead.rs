@@ -125,7 +125,7 @@ pub(crate) enum Level {
 const FIRST_ROWS: usize = 24;
 
 impl Level {
-    /// For products of so many rows with registers of 64 bytes (`large`), or of 32, which take twice as long.
+    /// For products of so many rows with registers of 64 bytes (`large`), or of 32, which take twice as long: counted, not measured.
     pub(crate) fn of(rows: usize, large: bool) -> Level {
         if rows < if large { FIRST_ROWS } else { FIRST_ROWS / 2 } { Level::Second } else { Level::First }
     }
