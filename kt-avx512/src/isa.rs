@@ -229,29 +229,29 @@ pub unsafe trait Isa: Copy {
     fn sum(self, v: Self::Int) -> i32;
     /// Which of four has the smallest sum times its `worth`, the first of equals. Sums are of pairs 8 lanes apart, then 4, 2 and 1.
     fn least_sum(self, v: [Self::Flt; 4], worth: [f32; 4]) -> usize;
-    /// [`Isa::least_sum`] of each of four.
-    // No closures here and below: compilers leave calls of some, and those have none of the instructions.
-    #[inline(always)]
-    fn least_sums(self, v: [[Self::Flt; 4]; 4], worth: [f32; 4]) -> [usize; 4] {
-        let [a, b, c, d] = v;
-        [self.least_sum(a, worth), self.least_sum(b, worth), self.least_sum(c, worth), self.least_sum(d, worth)]
-    }
     /// The largest lane, of unsigned dwords.
     fn largest(self, v: Self::Int) -> u32;
-    /// [`Isa::largest`] of each of four, in four lanes each.
-    #[inline(always)]
-    fn four_largest(self, v: [Self::Int; 4]) -> Self::Int {
-        let [a, b, c, d] = v;
-        let largest = [[self.largest(a); 4], [self.largest(b); 4], [self.largest(c); 4], [self.largest(d); 4]];
-        // SAFETY: 64 bytes.
-        unsafe { self.load(largest.as_ptr().cast()) }
-    }
-    /// [`Isa::sum`] of each of four.
-    #[inline(always)]
-    fn sums(self, v: [Self::Int; 4]) -> [i32; 4] {
-        let [a, b, c, d] = v;
-        [self.sum(a), self.sum(b), self.sum(c), self.sum(d)]
-    }
+    /// Quarter `j` of register `i` as quarter `i` of register `j`.
+    fn quarters(self, v: [Self::Flt; 4]) -> [Self::Flt; 4];
+    /// The lanes of each quarter in another order: two bits of `ORDER` for each, the first one lowest.
+    fn in_quarters<const ORDER: i32>(self, v: Self::Int) -> Self::Int;
+    /// Lane `4 * g + t`: the sum of quarter `g` of register `t`, of lanes two apart, then of both.
+    fn sums_of_quarters(self, v: [Self::Flt; 4]) -> Self::Flt;
+    /// Dwords in -128..=127 as bytes: those of quarter `g` of each register, one after the other, as quarter `g`.
+    fn bytes(self, v: [Self::Int; 4]) -> Self::Int;
+    /// The quarters of both by turns.
+    fn mix_quarters(self, a: Self::Int, b: Self::Int) -> [Self::Int; 2];
+    /// Stores the first dword of each quarter.
+    ///
+    /// # Safety
+    /// `p .. p + 16` is writable.
+    unsafe fn store_firsts(self, p: *mut u8, v: Self::Int);
+    /// `a + b`.
+    fn add_f32(self, a: Self::Flt, b: Self::Flt) -> Self::Flt;
+    /// The smaller one.
+    fn least(self, a: Self::Flt, b: Self::Flt) -> Self::Flt;
+    /// `v` where `a` equals `b`, zero elsewhere.
+    fn where_equal(self, a: Self::Flt, b: Self::Flt, v: Self::Flt) -> Self::Flt;
     /// `a / b`.
     fn div(self, a: Self::Flt, b: Self::Flt) -> Self::Flt;
     /// Stores dwords in -128..=127 as bytes.

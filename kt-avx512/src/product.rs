@@ -723,8 +723,12 @@ impl Product<'_> {
                             zero: self.zero,
                         };
                         for (block, to) in (start..).zip(to.chunks_exact_mut(operand_block)) {
-                            let lines =
-                                layout.lines_at(block).map(|line| from(at, line).get(p * stride..).unwrap_or_default());
+                            // Not `map`, which compilers leave a call.
+                            let [lines, apart] = layout.lines_at(block);
+                            let lines = [
+                                from(at, lines).get(p * stride..).unwrap_or_default(),
+                                from(at, apart).get(p * stride..).unwrap_or_default(),
+                            ];
                             scales.above = layout.supers_at + block * BLOCK / SUPER * layout.super_record;
                             K::unpack(isa, lines, &mut scales, to);
                             if (block + 1) & (layout.unit - 1) == 0 {

@@ -52,7 +52,10 @@ const fn most(group: usize) -> i32 {
 #[inline(always)]
 fn unpack<I: Isa, L: Codes, const G: usize>(isa: I, layout: &Layout, panel: &[u8], block: usize, to: &mut [u8]) {
     let step = layout.step();
-    let from = layout.lines_at(block).map(|at| panel.get(spread(at, step)..).unwrap_or_default());
+    // Not `map`, which compilers leave a call.
+    let [lines, apart] = layout.lines_at(block);
+    let from =
+        [panel.get(spread(lines, step)..).unwrap_or_default(), panel.get(spread(apart, step)..).unwrap_or_default()];
     let scales = &mut Scales { panel, step, record: 0, left: 0, group: 0, above: 0, zero: 0 };
     Unpack::<L, NoScale, G, false> { from, scales, to, kind: PhantomData }.go(isa);
 }
@@ -183,6 +186,7 @@ impl<L: Codes, S: Scale, const G: usize, const UNPACK: bool> Job for PrepareSupe
         let chunks = self.words.chunks_exact_mut(SUPER_BYTES);
         assert!(start.is_multiple_of(2) && chunks.len() >= self.blocks.len().div_ceil(2));
         let line_bytes = PANEL * BLOCK;
+        let mut record = layout.first_record(start);
         for (first, words) in self.blocks.clone().step_by(2).zip(chunks) {
             let above = bytes(layout.supers_at + first / 2 * layout.super_record, S::SUPER);
             let (unit, words) = words.split_at_mut(LINE);
@@ -196,7 +200,6 @@ impl<L: Codes, S: Scale, const G: usize, const UNPACK: bool> Job for PrepareSupe
                     let to = &mut self.lines[(block - start) * line_bytes..][..line_bytes];
                     unpack::<I, L, G>(isa, layout, panel, block, to);
                 }
-                let mut record = layout.first_record(block);
                 for words in words.chunks_exact_mut(LINE) {
                     // SAFETY: all bytes of one record, or of two; and a line.
                     unsafe {
@@ -204,6 +207,9 @@ impl<L: Codes, S: Scale, const G: usize, const UNPACK: bool> Job for PrepareSupe
                         isa.store(words.as_mut_ptr(), scales);
                     }
                     record += S::WORDS * S::RECORD;
+                }
+                if (block + 1) & (layout.unit - 1) == 0 {
+                    record += layout.record_skip();
                 }
             }
         }

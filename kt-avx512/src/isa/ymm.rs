@@ -218,6 +218,25 @@ macro_rules! common {
         }
 
         #[inline(always)]
+        unsafe fn store_firsts(self, p: *mut u8, v: Int) {
+            // SAFETY: writable by the caller's promise, and `self` proves AVX2.
+            unsafe {
+                // Dwords 0 of the first, 4 of the first, the same of the second.
+                let firsts = _mm256_permutevar8x32_epi32(
+                    _mm256_unpacklo_epi32(v[0], v[1]),
+                    _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5),
+                );
+                _mm_storeu_si128(p.cast(), _mm256_castsi256_si128(firsts));
+            }
+        }
+
+        #[inline(always)]
+        fn in_quarters<const ORDER: i32>(self, v: Int) -> Int {
+            // SAFETY: `self` proves AVX2.
+            unsafe { each!(h => _mm256_shuffle_epi32::<ORDER>(v[h])) }
+        }
+
+        #[inline(always)]
         unsafe fn store_i8(self, p: *mut u8, v: Int) {
             // SAFETY: writable by the caller's promise, and `self` proves AVX2.
             unsafe {
@@ -285,6 +304,44 @@ macro_rules! common {
                 }
                 least_sum8(halves, worth)
             }}
+            fn quarters(self, v: [Flt; 4]) -> [Flt; 4] {{
+                // Quarter 0 or 1 of the halves `h` of two registers.
+                macro_rules! two {
+                    ($a:literal, $b:literal, $h:literal, $which:literal) => {
+                        _mm256_permute2f128_ps::<{ if $which == 0 { 0x20 } else { 0x31 } }>(v[$a][$h], v[$b][$h])
+                    };
+                }
+                [
+                    [two!(0, 1, 0, 0), two!(2, 3, 0, 0)],
+                    [two!(0, 1, 0, 1), two!(2, 3, 0, 1)],
+                    [two!(0, 1, 1, 0), two!(2, 3, 1, 0)],
+                    [two!(0, 1, 1, 1), two!(2, 3, 1, 1)],
+                ]
+            }}
+            fn sums_of_quarters(self, v: [Flt; 4]) -> Flt {
+                // Lanes 2 apart, then 1.
+                each!(h => {
+                    let [a, b, c, d] = [_mm256_castps_pd(v[0][h]), _mm256_castps_pd(v[1][h]), _mm256_castps_pd(v[2][h]), _mm256_castps_pd(v[3][h])];
+                    let (low, high) = (_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b));
+                    let ab = _mm256_add_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high));
+                    let (low, high) = (_mm256_unpacklo_pd(c, d), _mm256_unpackhi_pd(c, d));
+                    let cd = _mm256_add_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high));
+                    let even = _mm256_shuffle_ps::<0b10_00_10_00>(ab, cd);
+                    let odd = _mm256_shuffle_ps::<0b11_01_11_01>(ab, cd);
+                    _mm256_add_ps(even, odd)
+                })
+            }
+            fn bytes(self, v: [Int; 4]) -> Int {
+                each!(h => _mm256_packs_epi16(_mm256_packs_epi32(v[0][h], v[1][h]), _mm256_packs_epi32(v[2][h], v[3][h])))
+            }
+            fn mix_quarters(self, a: Int, b: Int) -> [Int; 2] {
+                each!(h => [_mm256_permute2x128_si256::<0x20>(a[h], b[h]), _mm256_permute2x128_si256::<0x31>(a[h], b[h])])
+            }
+            fn add_f32(self, a: Flt, b: Flt) -> Flt { halves!(_mm256_add_ps(a, b)) }
+            fn least(self, a: Flt, b: Flt) -> Flt { halves!(_mm256_min_ps(a, b)) }
+            fn where_equal(self, a: Flt, b: Flt, v: Flt) -> Flt {
+                each!(h => _mm256_and_ps(_mm256_cmp_ps::<_CMP_EQ_OQ>(a[h], b[h]), v[h]))
+            }
             fn sums_of_four(self, v: [Int; 4]) -> Int {
                 // Dwords 0 and 2, then 1 and 3 of both, by turns.
                 each!(h => {

@@ -35,16 +35,6 @@ fn first(n: usize) -> u16 {
     if n >= 16 { 0xffff } else { (1 << n) - 1 }
 }
 
-/// Combines lanes 8 apart of each of four registers, then lanes 4 apart: the four that are left of number `n` are lanes `4 * n` and on.
-macro_rules! four {
-    ($with:ident, $shuffle:ident, $v:expr) => {{
-        let [a, b, c, d] = $v;
-        let ab = $with($shuffle::<0x44>(a, b), $shuffle::<0xee>(a, b));
-        let cd = $with($shuffle::<0x44>(c, d), $shuffle::<0xee>(c, d));
-        $with($shuffle::<0x88>(ab, cd), $shuffle::<0xdd>(ab, cd))
-    }};
-}
-
 /// What all tiers have in common.
 macro_rules! common {
     () => {
@@ -173,6 +163,18 @@ macro_rules! common {
         }
 
         #[inline(always)]
+        unsafe fn store_firsts(self, p: *mut u8, v: __m512i) {
+            // SAFETY: writable by the caller's promise.
+            unsafe { _mm_storeu_si128(p.cast(), _mm512_castsi512_si128(_mm512_maskz_compress_epi32(0x1111, v))) }
+        }
+
+        #[inline(always)]
+        fn in_quarters<const ORDER: i32>(self, v: __m512i) -> __m512i {
+            // SAFETY: `self` proves AVX-512 F.
+            unsafe { _mm512_shuffle_epi32::<ORDER>(v) }
+        }
+
+        #[inline(always)]
         unsafe fn store_i8(self, p: *mut u8, v: __m512i) {
             // SAFETY: writable by the caller's promise, and `self` proves AVX-512 F.
             unsafe { _mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(v)) }
@@ -219,41 +221,39 @@ macro_rules! common {
             fn to_f32(self, v: __m512i) -> __m512 { _mm512_cvtepi32_ps(v) }
             fn mul(self, a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
             fn div(self, a: __m512, b: __m512) -> __m512 { _mm512_div_ps(a, b) }
-            fn least_sums(self, v: [[__m512; 4]; 4], worth: [f32; 4]) -> [usize; 4] {{
-                let mut four = [_mm512_setzero_ps(); 4];
-                for (t, four) in four.iter_mut().enumerate() {
-                    *four = four!(_mm512_add_ps, _mm512_shuffle_f32x4, [v[0][t], v[1][t], v[2][t], v[3][t]]);
-                }
+            fn quarters(self, v: [__m512; 4]) -> [__m512; 4] {{
+                let [a, b, c, d] = v;
+                let (ab, cd) = (_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0x44>(c, d));
+                let (ab2, cd2) = (_mm512_shuffle_f32x4::<0xee>(a, b), _mm512_shuffle_f32x4::<0xee>(c, d));
+                [
+                    _mm512_shuffle_f32x4::<0x88>(ab, cd),
+                    _mm512_shuffle_f32x4::<0xdd>(ab, cd),
+                    _mm512_shuffle_f32x4::<0x88>(ab2, cd2),
+                    _mm512_shuffle_f32x4::<0xdd>(ab2, cd2),
+                ]
+            }}
+            fn sums_of_quarters(self, v: [__m512; 4]) -> __m512 {{
                 // Lanes 2 apart, then 1.
-                let [a, b, c, d] = [0, 1, 2, 3].map(|t| std::mem::transmute::<__m512, __m512d>(four[t]));
+                let [a, b, c, d] = [_mm512_castps_pd(v[0]), _mm512_castps_pd(v[1]), _mm512_castps_pd(v[2]), _mm512_castps_pd(v[3])];
                 let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
                 let ab = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
                 let (low, high) = (_mm512_unpacklo_pd(c, d), _mm512_unpackhi_pd(c, d));
                 let cd = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
                 let even = _mm512_shuffle_ps::<0b10_00_10_00>(ab, cd);
                 let odd = _mm512_shuffle_ps::<0b11_01_11_01>(ab, cd);
-                // Lane `4 * g + t`: of group `g`, number `t`.
-                let worth = _mm512_broadcast_f32x4(_mm_setr_ps(worth[0], worth[1], worth[2], worth[3]));
-                let sums = _mm512_mul_ps(_mm512_add_ps(even, odd), worth);
-                let least = _mm512_min_ps(sums, _mm512_shuffle_ps::<0b01_00_11_10>(sums, sums));
-                let least = _mm512_min_ps(least, _mm512_shuffle_ps::<0b10_11_00_01>(least, least));
-                let equal = u32::from(_mm512_cmpeq_ps_mask(sums, least));
-                // One at least is equal; the bit keeps the index in range whatever comes.
-                [0, 4, 8, 12].map(|g| (equal >> g & 0xf | 8).trailing_zeros() as usize)
+                _mm512_add_ps(even, odd)
             }}
-            fn four_largest(self, v: [__m512i; 4]) -> __m512i {{
-                let v = four!(_mm512_max_epu32, _mm512_shuffle_i32x4, v);
-                let v = _mm512_max_epu32(v, _mm512_shuffle_epi32::<0b01_00_11_10>(v));
-                _mm512_max_epu32(v, _mm512_shuffle_epi32::<0b10_11_00_01>(v))
+            fn bytes(self, v: [__m512i; 4]) -> __m512i {
+                _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]))
+            }
+            fn mix_quarters(self, a: __m512i, b: __m512i) -> [__m512i; 2] {{
+                let low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+                let high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+                [_mm512_permutex2var_epi64(a, low, b), _mm512_permutex2var_epi64(a, high, b)]
             }}
-            fn sums(self, v: [__m512i; 4]) -> [i32; 4] {{
-                let v = four!(_mm512_add_epi32, _mm512_shuffle_i32x4, v);
-                let v = _mm512_add_epi32(v, _mm512_shuffle_epi32::<0b01_00_11_10>(v));
-                let v = _mm512_add_epi32(v, _mm512_shuffle_epi32::<0b10_11_00_01>(v));
-                // The first lane of each 128 bits.
-                let v = _mm512_castsi512_si128(_mm512_maskz_compress_epi32(0x1111, v));
-                std::mem::transmute::<__m128i, [i32; 4]>(v)
-            }}
+            fn add_f32(self, a: __m512, b: __m512) -> __m512 { _mm512_add_ps(a, b) }
+            fn least(self, a: __m512, b: __m512) -> __m512 { _mm512_min_ps(a, b) }
+            fn where_equal(self, a: __m512, b: __m512, v: __m512) -> __m512 { _mm512_maskz_mov_ps(_mm512_cmpeq_ps_mask(a, b), v) }
             fn sums_of_four(self, v: [__m512i; 4]) -> __m512i {{
                 // Dwords 0 and 2, then 1 and 3 of both, by turns.
                 let a = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));

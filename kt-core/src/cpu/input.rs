@@ -29,10 +29,10 @@ pub enum InputLayout {
         /// What is kept of the sums of the codes.
         sums: Sums,
     },
-    /// 128 signed codes, as those of groups of `group` columns of [`InputLayout::Int8`]; then the unit of the block, an F32; then for each two groups
-    /// three numbers of 32 bits, or four:
+    /// 128 signed codes, as those of groups of 32 columns of [`InputLayout::Int8`]; then the unit of the block, an F32; then for each two groups of `group` columns,
+    /// as weights have them, three numbers of 32 bits, or four:
     ///
-    /// - the scales of both as words, that of the first one above: `x = code * scale * 2^-15 * unit`;
+    /// - the scales of both as words, that of the first one above: `x = code * scale * 2^-15 * unit`. Two groups of 16 columns have the same one;
     /// - minus `zero` times the sum of the codes of the first one, and 1 more in every other pair;
     /// - the same of the second one, with nothing more;
     /// - with `minima`, their sums of codes times scales, times 2^-15, as words.
@@ -41,7 +41,7 @@ pub enum InputLayout {
     /// would not, the codes are smaller. A sum that is moved above another one is one less where that one is negative, which is every other time:
     /// hence the 1.
     Int8Words {
-        /// Columns per scale, of weights as well: 16 or 32.
+        /// Columns per scale of the weights: 16 or 32.
         group: usize,
         /// The zero point of the weights, and the largest magnitude less that: up to 16.
         zero: i32,
@@ -180,11 +180,11 @@ impl InputLayout {
         if minima { 16 } else { 12 }
     }
 
-    /// What [`to_words`] wants kept of the codes of groups of `group` columns, which are rounded accordingly.
+    /// What [`to_words`] wants kept of the codes of groups of 32 columns, which are rounded accordingly, for weights with groups of `group`.
     #[inline(always)]
     pub const fn before_words(group: usize, zero: i32) -> Sums {
-        // Those of 16 columns fit in any case; halves that sum up to half as much make up groups that do.
-        if group == 16 { Sums::Times(-zero) } else { Sums::Halves(-2 * zero) }
+        // Halves that sum up to half as much make up groups that fit.
+        Sums::Halves(if group == 16 { -zero } else { -2 * zero })
     }
 
     /// Bytes of `rows` rows of `cols` columns.
@@ -199,7 +199,7 @@ impl fmt::Display for InputLayout {
             InputLayout::F32 => f.pad("f32 inputs"),
             InputLayout::Bf16 => f.pad("bf16 inputs"),
             InputLayout::Int8 { group, .. } => f.pad(&format!("int8 inputs, groups of {group}")),
-            InputLayout::Int8Words { group, .. } => f.pad(&format!("int8 inputs, groups of {group}, scales as words")),
+            InputLayout::Int8Words { .. } => f.pad("int8 inputs, groups of 32, scales as words"),
         }
     }
 }
@@ -220,20 +220,24 @@ pub fn pack_block(layout: InputLayout, x: &[f32], out: &mut [u8]) {
                 o.copy_from_slice(&f32_to_bf16(v).to_le_bytes());
             }
         }
-        InputLayout::Int8 { group, sums } => pack_int8(group, sums, &full, out),
+        InputLayout::Int8 { group, sums } => {
+            let (codes, rest) = out.split_at_mut(BLOCK);
+            let (scales, kept) = rest.split_at_mut(BLOCK / group * 4);
+            pack_int8(group, sums, &full, codes, scales, kept);
+        }
         InputLayout::Int8Words { group, zero, .. } => {
-            let mut block = [0; WORDS_BLOCK];
-            pack_int8(group, InputLayout::before_words(group, zero), &full, &mut block);
-            to_words(layout, &block, out);
+            let mut of_groups = OfGroups::default();
+            let (codes, words) = out.split_at_mut(BLOCK);
+            let sums = InputLayout::before_words(group, zero);
+            pack_int8(32, sums, &full, codes, &mut of_groups.scales, &mut of_groups.kept);
+            to_words(layout, &of_groups, words);
         }
     }
 }
 
 /// A block of [`InputLayout::Int8`].
 #[inline(always)]
-fn pack_int8(group: usize, sums: Sums, x: &[f32; BLOCK], out: &mut [u8]) {
-    let (codes, rest) = out.split_at_mut(BLOCK);
-    let (scales, kept) = rest.split_at_mut(BLOCK / group * 4);
+fn pack_int8(group: usize, sums: Sums, x: &[f32; BLOCK], codes: &mut [u8], scales: &mut [u8], kept: &mut [u8]) {
     for (g, x) in x.chunks_exact(group).enumerate() {
         let codes = &mut codes[g * group..][..group];
         let scale = round_group(x, codes, sums.most());
@@ -244,68 +248,67 @@ fn pack_int8(group: usize, sums: Sums, x: &[f32; BLOCK], out: &mut [u8]) {
     }
 }
 
-/// Bytes that a block which [`to_words`] takes has room in.
-pub const WORDS_BLOCK: usize = InputLayout::Int8 { group: 16, sums: Sums::Times(1) }.block_bytes();
+/// Groups of 32 columns in a block.
+const GROUPS: usize = BLOCK / 32;
 
-/// Makes a block of [`InputLayout::Int8Words`] of one of [`InputLayout::Int8`] with [`InputLayout::before_words`]. Vectorizes inside a
-/// `#[target_feature]` caller.
-///
-/// # Panics
-/// When `layout` is another one, or `out` not one block long.
-#[inline(always)]
-pub fn to_words(layout: InputLayout, block: &[u8; WORDS_BLOCK], out: &mut [u8]) {
-    let InputLayout::Int8Words { group, zero, minima } = layout else { panic!("not in words: {layout}") };
-    assert!(out.len() == layout.block_bytes());
-    match group {
-        16 => words::<16>(zero, minima, block, out),
-        _ => words::<32>(zero, minima, block, out),
-    }
+/// What a block of [`InputLayout::Int8`] in groups of 32 has behind its codes, with [`InputLayout::before_words`].
+#[derive(Debug, Default)]
+pub struct OfGroups {
+    /// Their scales.
+    pub scales: [u8; GROUPS * 4],
+    /// What is kept of their sums.
+    pub kept: [u8; GROUPS * 8],
 }
 
-/// See [`to_words`].
+/// Makes what a block of [`InputLayout::Int8Words`] has behind its codes. Vectorizes inside a `#[target_feature]` caller.
+///
+/// # Panics
+/// When `layout` is another one, or `out` not as long as that.
 #[inline(always)]
-fn words<const GROUP: usize>(zero: i32, minima: bool, block: &[u8; WORDS_BLOCK], out: &mut [u8]) {
-    let groups = BLOCK / GROUP;
-    let (codes, rest) = block.split_at(BLOCK);
-    let (of_groups, kept) = rest.split_at(groups * 4);
-    let (out_codes, out) = out.split_at_mut(BLOCK);
-    out_codes.copy_from_slice(codes);
-    let bits = |bytes: &[u8], i: usize| i32::from_le_bytes([0, 1, 2, 3].map(|b| bytes[i * 4 + b]));
-    // Of groups that there are not, nothing.
-    let mut scales = [0f32; BLOCK / 16];
-    let mut largest = 0;
-    for (g, scale) in scales[..groups].iter_mut().enumerate() {
+pub fn to_words(layout: InputLayout, of_groups: &OfGroups, out: &mut [u8]) {
+    let InputLayout::Int8Words { group, zero, minima } = layout else { panic!("not in words: {layout}") };
+    assert!(out.len() == layout.block_bytes() - BLOCK);
+    // Not closures, nor `map`: compilers leave calls of some.
+    let (mut scales, mut largest) = ([0f32; GROUPS], 0);
+    for (scale, &bytes) in scales.iter_mut().zip(of_groups.scales.as_chunks().0) {
         // Not negative, and so ordered as their bits, NaN above all.
-        *scale = f32::from_bits(bits(of_groups, g) as u32);
+        *scale = f32::from_le_bytes(bytes);
         largest = largest.max(scale.to_bits());
     }
     let largest = f32::from_bits(largest);
     let (unit, out) = out.split_at_mut(4);
     unit.copy_from_slice(&(largest * (32768.0 / WORD_TOP)).to_le_bytes());
-    let nearest = |v: f32| (v + TO_INTEGER).to_bits() as i32 - TO_INTEGER.to_bits() as i32;
     let by = if largest > 0.0 { largest } else { f32::INFINITY };
-    let mut words = [0; BLOCK / 16];
-    for (word, scale) in words[..groups].iter_mut().zip(scales) {
+    let mut words = [0; GROUPS];
+    for (word, scale) in words.iter_mut().zip(scales) {
         *word = nearest(scale / by * WORD_TOP);
     }
-    // Sums times minus the zero point: of both halves, each twice that, or of the whole.
-    let sum = |g: usize| match GROUP {
-        16 => bits(kept, g),
-        _ => (bits(kept, g * 2) + bits(kept, g * 2 + 1) - WORD_ZERO) / 2,
-    };
+    let mut sums = [[0; 2]; GROUPS];
+    for (sums, &bytes) in sums.iter_mut().zip(of_groups.kept.as_chunks::<8>().0) {
+        let [a, b, c, d, e, f, g, h] = bytes;
+        *sums = [i32::from_le_bytes([a, b, c, d]), i32::from_le_bytes([e, f, g, h]) - WORD_ZERO];
+    }
     let down = -1.0 / (32768.0 * zero as f32);
-    for (pair, out) in out.chunks_exact_mut(InputLayout::pair_bytes(minima)).enumerate() {
-        let (first, second) = (pair * 2, pair * 2 + 1);
-        let (sums, words) = ([sum(first), sum(second)], [words[first], words[second]]);
-        let scaled = |i: usize| nearest(sums[i] as f32 * words[i] as f32 * down);
-        let numbers = [
-            words[0] << 16 | words[1],
-            sums[0] + (pair & 1) as i32,
-            sums[1],
-            if minima { scaled(0) << 16 | (scaled(1) & 0xffff) } else { 0 },
-        ];
-        for (out, number) in out.as_chunks_mut::<4>().0.iter_mut().zip(numbers) {
+    let mut put = |pair: usize, sums: [i32; 2], words: [i32; 2]| {
+        let scaled =
+            [nearest(sums[0] as f32 * words[0] as f32 * down), nearest(sums[1] as f32 * words[1] as f32 * down)];
+        let numbers =
+            [words[0] << 16 | words[1], sums[0] + (pair & 1) as i32, sums[1], scaled[0] << 16 | (scaled[1] & 0xffff)];
+        let bytes = InputLayout::pair_bytes(minima);
+        for (out, number) in out[pair * bytes..][..bytes].as_chunks_mut::<4>().0.iter_mut().zip(numbers) {
             *out = number.to_le_bytes();
+        }
+    };
+    if group == 16 {
+        // Halves are the groups of the weights.
+        for pair in 0..GROUPS {
+            put(pair, sums[pair], [words[pair]; 2]);
+        }
+    } else {
+        // Both halves, each twice what it is to be.
+        for pair in 0..GROUPS / 2 {
+            let ([a, b], [c, d]) = (sums[pair * 2], sums[pair * 2 + 1]);
+            put(pair, [(a + b) / 2, (c + d) / 2], [words[pair * 2], words[pair * 2 + 1]]);
         }
     }
 }
@@ -340,6 +343,12 @@ fn fold(mut lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
 /// Added to a number up to 2^22 in magnitude, leaves the nearest integer (ties to even) in the low bits. A cast would check its range
 /// lane by lane.
 const TO_INTEGER: f32 = (3 << 22) as f32;
+
+/// The nearest integer of such a number.
+#[inline(always)]
+fn nearest(v: f32) -> i32 {
+    (v + TO_INTEGER).to_bits() as i32 - TO_INTEGER.to_bits() as i32
+}
 
 /// The sums of both halves of codes, each of the first and of the second two of each four, of what `f` makes of each.
 #[inline(always)]
@@ -402,7 +411,7 @@ fn round_group(x: &[f32], codes: &mut [u8], most: i32) -> f32 {
         let up = inverse * top;
         for (codes, x) in codes.as_chunks_mut::<LANES>().0.iter_mut().zip(lanes) {
             for l in 0..LANES {
-                codes[l] = ((x[l] * up + TO_INTEGER).to_bits() as i32 - TO_INTEGER.to_bits() as i32) as u8;
+                codes[l] = nearest(x[l] * up) as u8;
             }
         }
         let [first, second] = if most < i32::MAX { halves(codes, i32::abs) } else { [[0; 2]; 2] };
