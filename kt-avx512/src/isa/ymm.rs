@@ -305,17 +305,18 @@ macro_rules! common {
                 least_sum8(halves, worth)
             }}
             fn quarters(self, v: [Flt; 4]) -> [Flt; 4] {{
-                // Quarter 0 or 1 of the halves `h` of two registers.
-                macro_rules! two {
-                    ($a:literal, $b:literal, $h:literal, $which:literal) => {
-                        _mm256_permute2f128_ps::<{ if $which == 0 { 0x20 } else { 0x31 } }>(v[$a][$h], v[$b][$h])
-                    };
+                // The first or the second quarters of the halves `h` of two registers.
+                macro_rules! firsts {
+                    ($a:literal, $b:literal, $h:literal) => { _mm256_permute2f128_ps::<0x20>(v[$a][$h], v[$b][$h]) };
+                }
+                macro_rules! seconds {
+                    ($a:literal, $b:literal, $h:literal) => { _mm256_permute2f128_ps::<0x31>(v[$a][$h], v[$b][$h]) };
                 }
                 [
-                    [two!(0, 1, 0, 0), two!(2, 3, 0, 0)],
-                    [two!(0, 1, 0, 1), two!(2, 3, 0, 1)],
-                    [two!(0, 1, 1, 0), two!(2, 3, 1, 0)],
-                    [two!(0, 1, 1, 1), two!(2, 3, 1, 1)],
+                    [firsts!(0, 1, 0), firsts!(2, 3, 0)],
+                    [seconds!(0, 1, 0), seconds!(2, 3, 0)],
+                    [firsts!(0, 1, 1), firsts!(2, 3, 1)],
+                    [seconds!(0, 1, 1), seconds!(2, 3, 1)],
                 ]
             }}
             fn sums_of_quarters(self, v: [Flt; 4]) -> Flt {

@@ -268,7 +268,7 @@ pub struct OfGroups {
 pub fn to_words(layout: InputLayout, of_groups: &OfGroups, out: &mut [u8]) {
     let InputLayout::Int8Words { group, zero, minima } = layout else { panic!("not in words: {layout}") };
     assert!(out.len() == layout.block_bytes() - BLOCK);
-    // Not closures, nor `map`: compilers leave calls of some.
+    // Not `map`, which compilers leave a call.
     let (mut scales, mut largest) = ([0f32; GROUPS], 0);
     for (scale, &bytes) in scales.iter_mut().zip(of_groups.scales.as_chunks().0) {
         // Not negative, and so ordered as their bits, NaN above all.
@@ -289,26 +289,22 @@ pub fn to_words(layout: InputLayout, of_groups: &OfGroups, out: &mut [u8]) {
         *sums = [i32::from_le_bytes([a, b, c, d]), i32::from_le_bytes([e, f, g, h]) - WORD_ZERO];
     }
     let down = -1.0 / (32768.0 * zero as f32);
-    let mut put = |pair: usize, sums: [i32; 2], words: [i32; 2]| {
+    for (pair, out) in out.chunks_exact_mut(InputLayout::pair_bytes(minima)).enumerate() {
+        let (sums, words) = if group == 16 {
+            // Halves are the groups of the weights.
+            (sums[pair], [words[pair]; 2])
+        } else {
+            // Both halves, each twice what it is to be.
+            let ([a, b], [c, d]) = (sums[pair * 2], sums[pair * 2 + 1]);
+            ([(a + b) / 2, (c + d) / 2], [words[pair * 2], words[pair * 2 + 1]])
+        };
         let scaled =
             [nearest(sums[0] as f32 * words[0] as f32 * down), nearest(sums[1] as f32 * words[1] as f32 * down)];
+        // The last one only with minima.
         let numbers =
             [words[0] << 16 | words[1], sums[0] + (pair & 1) as i32, sums[1], scaled[0] << 16 | (scaled[1] & 0xffff)];
-        let bytes = InputLayout::pair_bytes(minima);
-        for (out, number) in out[pair * bytes..][..bytes].as_chunks_mut::<4>().0.iter_mut().zip(numbers) {
+        for (out, number) in out.as_chunks_mut::<4>().0.iter_mut().zip(numbers) {
             *out = number.to_le_bytes();
-        }
-    };
-    if group == 16 {
-        // Halves are the groups of the weights.
-        for pair in 0..GROUPS {
-            put(pair, sums[pair], [words[pair]; 2]);
-        }
-    } else {
-        // Both halves, each twice what it is to be.
-        for pair in 0..GROUPS / 2 {
-            let ([a, b], [c, d]) = (sums[pair * 2], sums[pair * 2 + 1]);
-            put(pair, [(a + b) / 2, (c + d) / 2], [words[pair * 2], words[pair * 2 + 1]]);
         }
     }
 }
