@@ -90,8 +90,10 @@ pub unsafe trait Isa: Copy {
     const VNNI: bool;
     /// What [`Isa::wide`] subtracts from the codes.
     const WIDE_OFFSET: i32 = if Self::VNNI { 0 } else { 128 };
-    /// What products of [`Isa::fp8_to_bf16`] are to be multiplied with: 2^40 with F32 inputs, else 1.
+    /// What products of [`Isa::fp8_to_bf16`] are to be multiplied with: 2^40 with F32 inputs, else 2^8.
     const FP8_UP: f32;
+    /// Whether [`Isa::fp8_shifted`] is for lines of normal numbers alone: with BF16 instructions, which take subnormal numbers for zero.
+    const FP8_NORMAL: bool = false;
     /// Whether products of many rows run on a tile unit. Those of few rows that are not exact then add in its order, so that the bits are
     /// the same.
     const TILES: bool = false;
@@ -386,7 +388,8 @@ pub unsafe trait Isa: Copy {
     /// the first 8 codes go to the first result, the others to the second.
     fn fp8_to_bf16(self, table: Self::Fp8Table, codes: Self::Int) -> [Self::Int; 2];
     /// The same in fewer instructions, but 2^80 times smaller with F32 inputs: there the bits of a code are moved to where BF16 has
-    /// them, which changes the bias of the exponent and nothing else. Subnormal codes become subnormal numbers.
+    /// them, which changes the bias of the exponent and nothing else. Subnormal codes become subnormal numbers. Or, with
+    /// [`Isa::FP8_NORMAL`], exactly the same: 2^8 is what is left of the bias once four bits of it are set.
     fn fp8_shifted(self, codes: Self::Int) -> [Self::Int; 2];
     /// Inputs times what [`Isa::fp8_shifted`] lacks. Those beyond 2^47 become infinite.
     fn pair_up(self, x: Self::Pair) -> Self::Pair;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …          outputs padded to 64, four panels
-//! panel    front: scales of outputs, of 256 columns, of groups | block 0 | block 1 | … | lines that lie apart   sections padded to 64 bytes
+//! panel    front: scales of outputs, of 256 columns (FP8, MXFP8: bits of lines), of groups | block 0 | block 1 | … | lines that lie apart   sections padded to 64 bytes
 //! block    scales of groups, of integer codes of 4 or 8 bits and of MXFP8 | lines                           128 columns; k padded to that
 //! bundle   line 0 of its panels, one after the other | line 1 of them | …                       of four panels
 //! ```
@@ -30,6 +30,9 @@
 //! k 2..4, because interleaving low and high bytes of BF16 numbers works within halves of a lane. E2M1 codes stand for halves, so
 //! that twice their values are integers; the F32 scale of an output takes the factor back.
 //!
+//! With BF16 instructions, an FP8 line becomes operands by shifts, if it has neither zeros nor subnormal codes, which few have. So each block of FP8
+//! and MXFP8 has a bit in front of its panel for each of its 32 lines, that is set where there are such codes.
+//!
 //! NaN codes of FP8 and MXFP8 (0x7f, 0xff) are finite (480) once they are BF16. So packing makes the scale of what
 //! they are in NaN: of the output, of the output's 32 columns, or of the 128 columns of the panel. An output whose weights contain a NaN
 //! is NaN for every input; with blocks of 128x128, so are the others of its panel.
@@ -50,7 +53,7 @@ use kt_core::{Format, Group, Matrix};
 
 /// The version of everything said above, and of how scales are rounded. Packed weights are kept on disk with it: raise it with any
 /// change of the bytes, and write the checksums that `tests/products.rs` then prints into it.
-pub(crate) const VERSION: u32 = 6;
+pub(crate) const VERSION: u32 = 7;
 
 /// Outputs of a panel.
 pub const PANEL: usize = 16;
@@ -185,12 +188,9 @@ impl Layout {
             _ => (8, (each, None)),
         };
         let among = format != Format::Fp8Block;
-        let bundled = matches!(format, Format::F16 | Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8);
-        let bundle = if bundled { BUNDLE } else { 1 };
-        Layout::of(
-            cols,
-            Parts { lines: [PANEL * BLOCK * bits / 8, 0], outputs, groups, super_record: 0, among, bundle },
-        )
+        let super_record = if is_fp8(format) { SUPER / BLOCK * BITS } else { 0 };
+        let bundle = if is_fp8(format) || format == Format::F16 { BUNDLE } else { 1 };
+        Layout::of(cols, Parts { lines: [PANEL * BLOCK * bits / 8, 0], outputs, groups, super_record, among, bundle })
     }
 
     /// Where panel `panel` begins in a matrix.
@@ -280,11 +280,11 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
         let out = &mut out[layout.panel_at(panel)..];
         // By blocks, whose lines stay in the cache until all outputs have written to them.
         for block in 0..layout.blocks {
-            let out = &mut out[spread(layout.lines_at(block)[0], step)..];
+            let mut small = 0;
             for o in 0..outputs {
                 let codes = matrix.row(first + o);
                 let codes = &codes[block * row_bytes..codes.len().min((block + 1) * row_bytes)];
-                let lines = out.chunks_mut(step);
+                let lines = out[spread(layout.lines_at(block)[0], step)..].chunks_mut(step);
                 match format {
                     Format::Int8(_) => each_dword(codes, lines, o * 4, |v| (v ^ 0x8080_8080).to_le_bytes()),
                     Format::Int4(_) | Format::Int4Asym(_) | Format::Mxfp4 | Format::Nvfp4 => {
@@ -293,14 +293,32 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
                     Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => {
                         let at = o / 4 * 16 + o % 4 * 2;
                         each_dword(codes, lines, [at, at + 8], u32::to_le_bytes);
+                        small |= small_lines(codes);
                     }
                     Format::F16 => each_dword(codes, lines, [o * 2, o * 2 + LINE / 2], u32::to_le_bytes),
                     _ => each_dword(codes, lines, o * 4, u32::to_le_bytes),
                 }
             }
+            if is_fp8(format) {
+                out[spread(layout.supers_at + block * BITS, step)..][..BITS].copy_from_slice(&small.to_le_bytes());
+            }
         }
         pack_scales(matrix, layout, (first, outputs), out, step);
     }
+}
+
+/// Bytes of the bits of a block's lines, one after another in what a panel has for [`SUPER`] columns: see above.
+pub(crate) const BITS: usize = 4;
+
+/// Whether codes are E4M3, and lines have bits.
+fn is_fp8(format: Format) -> bool {
+    matches!(format, Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8)
+}
+
+/// The bits of a block's lines, as far as they are those of an output's codes: whether one of four is zero or subnormal.
+fn small_lines(codes: &[u8]) -> u32 {
+    let small = |four: &[u8]| four.iter().fold(false, |small, &code| small | (code & 0x78 == 0));
+    codes.chunks(4).enumerate().fold(0, |bits, (i, four)| bits | u32::from(small(four)) << i)
 }
 
 /// Where in a line four bytes go: together, or two and two.
@@ -494,12 +512,23 @@ mod tests {
     }
 
     #[test]
+    fn lines_with_zeros_or_subnormal_codes_have_bits() {
+        // Codes from 8 on are normal numbers, and so are those with a sign.
+        let mut codes = [0x88; 128];
+        (codes[7], codes[64], codes[127]) = (0x07, 0x80, 0x87);
+        assert_eq!(small_lines(&codes), 1 << 1 | 1 << 16 | 1 << 31);
+        assert_eq!([&[0x08, 0x7e, 0xf0][..], &[0x08, 0x08, 0x08, 0x08, 0x00], &[]].map(small_lines), [0, 2, 0]);
+    }
+
+    #[test]
     fn sizes_are_what_the_formats_need() {
         let bytes = |f, cols| Layout::new(f, cols).panel_bytes;
         assert_eq!(bytes(Format::Bf16, 128), 16 * 128 * 2);
         assert_eq!(bytes(Format::Int4(Group::Of(32)), 2048), 16 * 1024 + 64 + 64 * 32);
         assert_eq!(bytes(Format::Int8(Group::Row), 129), 16 * 256 + 64);
-        assert_eq!(bytes(Format::Fp8Block, 2048), 16 * 2048 + 64);
-        assert_eq!(bytes(Format::Fp8Channel, 704), 16 * 768 + 64);
+        // With bits of lines, and scales of blocks.
+        assert_eq!(bytes(Format::Fp8Block, 2048), 16 * 2048 + 2 * 64);
+        assert_eq!(bytes(Format::Fp8Channel, 704), 16 * 768 + 2 * 64);
+        assert_eq!(bytes(Format::Mxfp8, 704), 16 * 768 + 64 + 6 * 64);
     }
 }

@@ -50,6 +50,8 @@ pub trait Codes: Lines {
 pub trait Floats: Lines {
     /// Operands are two columns of 16 outputs in BF16, or one column in F32.
     const BF16: bool;
+    /// Whether they are over [`Isa::FP8_UP`].
+    const FP8: bool = false;
     /// The same operands, each in a line of its own.
     type Unpacked: Floats;
 }
@@ -212,6 +214,7 @@ impl Lines for Fp8 {
 
 impl Floats for Fp8 {
     const BF16: bool = true;
+    const FP8: bool = true;
     type Unpacked = Bf16Lines;
 }
 
@@ -705,8 +708,13 @@ impl<L: Floats, const GROUPS: bool> Job for WidenFloats<'_, '_, L, GROUPS> {
                 let operands = unsafe { L::operands::<I, BLOCK>(isa, table, [from; 2], 0) };
                 from = from.wrapping_add(Steps::<L, BLOCK>::spread(L::PLANES[0]));
                 for &v in &operands[..L::OPERANDS] {
-                    let even = isa.mul(isa.as_f32(isa.up::<16>(v)), scale);
-                    let odd = isa.mul(isa.as_f32(isa.and(v, isa.splat(!0xffff))), scale);
+                    let (mut even, mut odd) = (isa.as_f32(isa.up::<16>(v)), isa.as_f32(isa.and(v, isa.splat(!0xffff))));
+                    if L::FP8 {
+                        // First, as a scale that large would be infinite.
+                        let up = isa.splat_f32(I::FP8_UP);
+                        (even, odd) = (isa.mul(even, up), isa.mul(odd, up));
+                    }
+                    (even, odd) = (isa.mul(even, scale), isa.mul(odd, scale));
                     // SAFETY: as many lines as there are pairs of columns, as said above.
                     unsafe { isa.store(to, isa.bf16_pairs(even, odd)) };
                     to = to.wrapping_add(LINE);

@@ -18,7 +18,7 @@ use kt_core::cpu::input::{BLOCK, WORD_ZERO};
 
 use crate::ahead::{Ahead, Later, prefetch_later, prefetch_now};
 use crate::isa::{Isa, Job};
-use crate::layout::{LINE, PANEL, SUPER, spread, unit_of};
+use crate::layout::{BITS, LINE, PANEL, SUPER, spread, unit_of};
 use crate::lines::{Codes, Floats, Lines, SHIFTED, Scale, Steps};
 use crate::tiled::{CHAIN, SUM_ROW, SUMS_BYTES};
 
@@ -340,6 +340,15 @@ fn opaque(n: usize) -> usize {
     // SAFETY: no instruction.
     unsafe { std::arch::asm!("/* {0} */", inout(reg) n, options(pure, nomem, nostack, preserves_flags)) };
     n
+}
+
+/// The same address, of which the compiler does not know that: what is read there twice is not kept in a register meanwhile.
+#[inline(always)]
+fn opaque_at(at: *const u8) -> *const u8 {
+    let mut at = at;
+    // SAFETY: no instruction.
+    unsafe { std::arch::asm!("/* {0} */", inout(reg) at, options(nomem, nostack, preserves_flags)) };
+    at
 }
 
 /// Where a tile is.
@@ -923,7 +932,8 @@ pub(crate) mod scaled {
 
 /// Floating-point weights x inputs of [`Isa::INPUT_BYTES`] (BF16 weights), or F32. Those with scales are FP8.
 ///
-/// With F32 inputs, FP8 lines that stream become operands by [`Isa::fp8_shifted`]. What these lack is multiplied with inputs or with
+/// FP8 lines that stream become operands by [`Isa::fp8_shifted`]; with [`Isa::FP8_NORMAL`] not those that have small codes, as their bits say.
+/// With F32 inputs, what these lack is multiplied with inputs or with
 /// weights, whichever are fewer. Sums are the same bit for bit, as are those of unpacked lines: of the same exact products over
 /// [`Isa::FP8_UP`]. But inputs beyond 2^47 become infinite, and so are the totals, or NaN: then weights are multiplied after all.
 pub(crate) struct FloatTile<'a, L, const SCALED: u8, const STREAM: bool, const R: usize, const P: usize> {
@@ -937,7 +947,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
     #[inline(always)]
     fn go<I: Isa>(mut self, isa: I) {
         // Registers: of inputs, one for each of 4 columns of a row; of weights, 4 or 8 for each panel.
-        if const { STREAM && SCALED != scaled::NO && I::FP8_UP != 1.0 && R < if I::LARGE { P } else { 2 * P } } {
+        if const { STREAM && SCALED != scaled::NO && !I::FP8_NORMAL && R < if I::LARGE { P } else { 2 * P } } {
             assert!(self.tile.row_tiles == 1);
             let total = self.total_asked::<I, true>(isa, 0);
             let mut beyond = isa.zero();
@@ -973,6 +983,15 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
     }
 }
 
+/// Says that what was done before is seldom done, and keeps compilers from doing it together with what is done else: products that follow
+/// unpacking would then wait for it.
+#[cold]
+#[inline(always)]
+fn seldom() {
+    // SAFETY: no instruction.
+    unsafe { std::arch::asm!("/* seldom */", options(nomem, nostack, preserves_flags)) };
+}
+
 /// Does what is seldom done out of line.
 #[cold]
 #[inline(never)]
@@ -992,13 +1011,25 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
 
     /// Bytes of the scales that a panel has for the tile, from its start.
     #[inline(always)]
-    fn scales(&self) -> usize {
+    fn scales<I: Isa>(&self) -> usize {
         let (span, record) = scaled::span(SCALED);
-        match SCALED {
+        let scales = match SCALED {
             scaled::NO => 0,
             scaled::OUTPUTS => self.tile.outputs_at + PANEL * 4,
             _ => self.tile.group_at + self.record_at(self.tile.blocks - 1) + BLOCK / span * record,
-        }
+        };
+        if Self::flagged::<I>() { scales.max(self.bits_at(self.tile.blocks - 1) + BITS) } else { scales }
+    }
+
+    /// Whether lines with small codes are told from others.
+    const fn flagged<I: Isa>() -> bool {
+        STREAM && SCALED != scaled::NO && I::FP8_NORMAL
+    }
+
+    /// Where the bits of a block's lines are in a panel.
+    #[inline(always)]
+    fn bits_at(&self, block: usize) -> usize {
+        self.tile.supers_at + (self.tile.first_block + block) * BITS
     }
 
     /// Adds the sums of span `span` of block `block`, times its scales.
@@ -1036,7 +1067,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let (span, record) = scaled::span(SCALED);
         let spans = if record > 0 { t.blocks * (BLOCK / span) } else { 1 };
         assert!(t.row_tiles == 1);
-        t.check(R, P, [0; 2], Reads { line_step: LINE, scales: self.scales(), input: 0 });
+        t.check(R, P, [0; 2], Reads { line_step: LINE, scales: self.scales::<I>(), input: 0 });
         t.check_sums(R, P, spans);
 
         // From here on every read is in bounds: there is a sum and a scale for every span.
@@ -1077,6 +1108,53 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         }
     }
 
+    /// Adds the products of a line of each panel, with or without `SMALL` codes, to `sums`; to `chains` in the order of a tile unit.
+    ///
+    /// # Safety
+    /// The lines, `line` being the first panel's, and the inputs of all rows, `x` being the first of the first row, are readable.
+    #[inline(always)]
+    unsafe fn add_line<I: Isa, const SMALL: bool>(
+        &self,
+        isa: I,
+        (line, x): (*const u8, *const u8),
+        sums: &mut [[I::Flt; P]; R],
+        chains: &mut [[[I::Flt; 2]; P]; R],
+    ) {
+        macro_rules! operands {
+            ($p:expr) => {{
+                // SAFETY: a line of panel `p`, by the caller's promise.
+                let codes = unsafe { isa.load(line.wrapping_add($p * self.tile.weight_stride)) };
+                if SMALL { isa.fp8_to_bf16(isa.fp8_table(), codes) } else { isa.fp8_shifted(codes) }
+            }};
+        }
+        macro_rules! add {
+            ($w:expr, $l:expr, $r:expr, $p:expr, $x:expr) => {
+                // SAFETY: two inputs of row `r`, by the caller's promise.
+                let x = unsafe { isa.load_pair($x.wrapping_add(($r * BLOCK + $l * 2) * I::INPUT_BYTES)) };
+                if I::TILES {
+                    chains[$r][$p] = isa.dot_chains(chains[$r][$p], $w[$l], x);
+                } else {
+                    sums[$r][$p] = isa.dot_bf16(sums[$r][$p], $w[$l], x);
+                }
+            };
+        }
+        // Two panels at a time: they are unpacked beside the products of those before, and an operand's products do not wait for those of the other one.
+        for first in (0..P).step_by(2) {
+            let xs = [opaque_at(x), opaque_at(x)];
+            let mut w = [[isa.splat(0); 2]; 2];
+            for (i, w) in w.iter_mut().enumerate().take(P - first) {
+                *w = operands!(first + i);
+            }
+            for l in 0..2 {
+                for r in 0..R {
+                    for (i, w) in w.iter().enumerate().take(P - first) {
+                        add!(w, l, r, first + i, xs[i]);
+                    }
+                }
+            }
+        }
+    }
+
     /// The totals of the tile that begins with row `first`; see [`FloatTile`] for `INPUTS_UP`. `ASKS`: lines are asked for.
     #[inline(always)]
     fn total<I: Isa, const INPUTS_UP: bool, const ASKS: bool>(&self, isa: I, first: usize) -> [[I::Flt; P]; R] {
@@ -1085,12 +1163,12 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         if const { L::SUMMED } {
             return self.total_of_sums(isa);
         }
-        let shifted = const { STREAM && SCALED != scaled::NO && I::FP8_UP != 1.0 && (R <= 4 || !I::LARGE) };
+        let shifted = const { STREAM && SCALED != scaled::NO && !I::FP8_NORMAL && (R <= 4 || !I::LARGE) };
         let (number, per_operand) = if L::BF16 { (I::INPUT_BYTES, 2) } else { (4, 1) };
         let input_bytes = BLOCK * number;
         let block_bytes = [BLOCK / per_operand / L::OPERANDS * LINE, 0];
         let (span, record) = scaled::span(SCALED);
-        let scales = self.scales();
+        let scales = self.scales::<I>();
         let line_step = L::BUNDLE * LINE;
         t.check(R, P, block_bytes, Reads { line_step, scales, input: input_bytes });
         if STREAM {
@@ -1120,6 +1198,12 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                     if ASKS { t.ahead.ask(at.wrapping_add(ahead)) } else { prefetch_now(at) }
                 }
             }
+            // A bit for each line of any panel.
+            let mut small = 0;
+            for p in 0..if Self::flagged::<I>() { P } else { 0 } {
+                // SAFETY: the bits of a block's lines of panel `p`, in bounds as said above.
+                small |= unsafe { t.panel_at(p, self.bits_at(block)).cast::<u32>().read_unaligned() };
+            }
             for s in 0..BLOCK / span {
                 let mut sums = if record > 0 { [[isa.zero(); P]; R] } else { total };
                 let mut chains = [[[isa.zero(); 2]; P]; R];
@@ -1127,48 +1211,66 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                     if !STREAM && j % scaled::ask_steps(SCALED) == 0 {
                         t.later.ask();
                     }
-                    let mut w = [[isa.splat(0); 2]; P];
-                    for (p, w) in w.iter_mut().enumerate() {
-                        let at = line.wrapping_add(p * t.weight_stride);
-                        if ASKS {
-                            t.ahead.ask(at.wrapping_add(ahead));
+                    if Self::flagged::<I>() {
+                        for p in 0..if ASKS { P } else { 0 } {
+                            t.ahead.ask(line.wrapping_add(p * t.weight_stride + ahead));
                         }
-                        // SAFETY: the next line of panel `p`, in bounds as said above.
-                        *w = unsafe {
-                            if shifted {
-                                isa.fp8_shifted(isa.load(at))
+                        let x = x.wrapping_add((s * span + j * L::OPERANDS * per_operand) * number);
+                        // SAFETY: the next line of all panels, and its inputs of all rows, in bounds as said above.
+                        unsafe {
+                            if small & 1 == 0 {
+                                self.add_line::<I, false>(isa, (line, x), &mut sums, &mut chains);
                             } else {
-                                L::operands::<I, BLOCK>(isa, table, [at; 2], 0)
+                                self.add_line::<I, true>(isa, (line, x), &mut sums, &mut chains);
+                                seldom();
                             }
-                        };
-                    }
-                    line = line.wrapping_add(line_step);
-                    for l in 0..L::OPERANDS {
-                        let k = s * span + (j * L::OPERANDS + l) * per_operand;
-                        for (r, sums) in sums.iter_mut().enumerate() {
-                            let at = x.wrapping_add(r * input_bytes + k * number);
-                            if L::BF16 {
-                                // SAFETY: two inputs of row `r`, in bounds as said above.
-                                let x = unsafe { isa.load_pair(at) };
-                                if I::TILES {
-                                    for (chains, w) in chains[r].iter_mut().zip(&w) {
-                                        *chains = isa.dot_chains(*chains, w[l], x);
+                        }
+                        small >>= 1;
+                        line = line.wrapping_add(line_step);
+                    } else {
+                        let mut w = [[isa.splat(0); 2]; P];
+                        for (p, w) in w.iter_mut().enumerate() {
+                            let at = line.wrapping_add(p * t.weight_stride);
+                            if ASKS {
+                                t.ahead.ask(at.wrapping_add(ahead));
+                            }
+                            // SAFETY: the next line of panel `p`, in bounds as said above.
+                            *w = unsafe {
+                                if shifted {
+                                    isa.fp8_shifted(isa.load(at))
+                                } else {
+                                    L::operands::<I, BLOCK>(isa, table, [at; 2], 0)
+                                }
+                            };
+                        }
+                        line = line.wrapping_add(line_step);
+                        for l in 0..L::OPERANDS {
+                            let k = s * span + (j * L::OPERANDS + l) * per_operand;
+                            for (r, sums) in sums.iter_mut().enumerate() {
+                                let at = x.wrapping_add(r * input_bytes + k * number);
+                                if L::BF16 {
+                                    // SAFETY: two inputs of row `r`, in bounds as said above.
+                                    let x = unsafe { isa.load_pair(at) };
+                                    if I::TILES {
+                                        for (chains, w) in chains[r].iter_mut().zip(&w) {
+                                            *chains = isa.dot_chains(*chains, w[l], x);
+                                        }
+                                        continue;
                                     }
-                                    continue;
-                                }
-                                let x = if INPUTS_UP { isa.pair_up(x) } else { x };
-                                for (sum, w) in sums.iter_mut().zip(&w) {
-                                    *sum = if shifted && !INPUTS_UP {
-                                        isa.dot_up(*sum, w[l], x)
-                                    } else {
-                                        isa.dot_bf16(*sum, w[l], x)
-                                    };
-                                }
-                            } else {
-                                // SAFETY: an input of row `r`, in bounds as said above.
-                                let x = unsafe { isa.load_f32(at) };
-                                for (sum, w) in sums.iter_mut().zip(&w) {
-                                    *sum = isa.mul_add(isa.as_f32(w[l]), x, *sum);
+                                    let x = if INPUTS_UP { isa.pair_up(x) } else { x };
+                                    for (sum, w) in sums.iter_mut().zip(&w) {
+                                        *sum = if shifted && !INPUTS_UP {
+                                            isa.dot_up(*sum, w[l], x)
+                                        } else {
+                                            isa.dot_bf16(*sum, w[l], x)
+                                        };
+                                    }
+                                } else {
+                                    // SAFETY: an input of row `r`, in bounds as said above.
+                                    let x = unsafe { isa.load_f32(at) };
+                                    for (sum, w) in sums.iter_mut().zip(&w) {
+                                        *sum = isa.mul_add(isa.as_f32(w[l]), x, *sum);
+                                    }
                                 }
                             }
                         }

@@ -595,7 +595,8 @@ macro_rules! bf16_pairs {
     () => {
         type Pair = __m512i;
         const INPUT_BYTES: usize = 2;
-        const FP8_UP: f32 = 1.0;
+        const FP8_UP: f32 = BF16_FP8_UP;
+        const FP8_NORMAL: bool = true;
 
         #[inline(always)]
         unsafe fn load_pair(self, p: *const u8) -> __m512i {
@@ -626,8 +627,17 @@ macro_rules! bf16_pairs {
                 let high = _mm512_ternarylogic_epi32::<0xf8>(high, codes, _mm512_set1_epi8(-128));
                 [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
             }}
-            // `vdpbf16ps` takes subnormal numbers for zero.
-            fn fp8_shifted(self, codes: __m512i) -> [__m512i; 2] { self.fp8_to_bf16(self.fp8_table(), codes) }
+            // As without BF16 instructions, and an exponent of 112 more: 0xea = a & b | c. On the ports beside those of products, where lookups in two
+            // registers take these, too.
+            fn fp8_shifted(self, codes: __m512i) -> [__m512i; 2] {{
+                let zero = _mm512_setzero_si512();
+                let (mask, up) = (_mm512_set1_epi16(0x87f0_u16 as i16), _mm512_set1_epi16(112 << 7));
+                let [low, high] = [_mm512_unpacklo_epi8(zero, codes), _mm512_unpackhi_epi8(zero, codes)];
+                [
+                    _mm512_ternarylogic_epi32::<0xea>(_mm512_srai_epi16::<4>(low), mask, up),
+                    _mm512_ternarylogic_epi32::<0xea>(_mm512_srai_epi16::<4>(high), mask, up),
+                ]
+            }}
             fn pair_up(self, x: __m512i) -> __m512i { x }
             fn dot_up(self, acc: __m512, w: __m512i, x: __m512i) -> __m512 { self.dot_bf16(acc, w, x) }
         }
@@ -793,13 +803,17 @@ static FP8_WORDS: [[u16; 32]; 4] = {
     t
 };
 
-/// [`fp8_bits`] of the non-negative codes in registers of bytes: two of low bytes, two of high bytes.
+/// See [`Isa::FP8_UP`].
+const BF16_FP8_UP: f32 = 256.0;
+
+/// [`fp8_bits`] of the non-negative codes, over [`BF16_FP8_UP`], in registers of bytes: two of low bytes, two of high bytes.
 static FP8_BYTES: [[u8; 64]; 4] = {
     let mut t = [[0; 64]; 4];
     let mut i = 0;
     while i < 128 {
-        t[i / 64][i % 64] = fp8_bits(i, 1.0) as u8;
-        t[2 + i / 64][i % 64] = (fp8_bits(i, 1.0) >> 8) as u8;
+        let bits = fp8_bits(i, BF16_FP8_UP);
+        t[i / 64][i % 64] = bits as u8;
+        t[2 + i / 64][i % 64] = (bits >> 8) as u8;
         i += 1;
     }
     t
