@@ -343,6 +343,7 @@ fn opaque(n: usize) -> usize {
 }
 
 /// The same address, of which the compiler does not know that: what is read there twice is not kept in a register meanwhile.
+#[allow(clippy::pointers_in_nomem_asm_block)] // no instruction
 #[inline(always)]
 fn opaque_at(at: *const u8) -> *const u8 {
     let mut at = at;
