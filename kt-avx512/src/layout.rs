@@ -315,10 +315,14 @@ fn is_fp8(format: Format) -> bool {
     matches!(format, Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8)
 }
 
-/// The bits of a block's lines, as far as they are those of an output's codes: whether one of four is zero or subnormal.
+/// The bits of a block's lines, as far as they are those of an output's codes: whether one of four is zero or subnormal, that is, below 8.
 fn small_lines(codes: &[u8]) -> u32 {
-    let small = |four: &[u8]| four.iter().fold(false, |small, &code| small | (code & 0x78 == 0));
-    codes.chunks(4).enumerate().fold(0, |bits, (i, four)| bits | u32::from(small(four)) << i)
+    let (whole, rest) = codes.as_chunks::<4>();
+    let mut last = [8; 4];
+    last[..rest.len()].copy_from_slice(rest);
+    // Bit 7 of each byte, if there is no such code: no sum of bytes exceeds one.
+    let small = |four| ((u32::from_le_bytes(four) & 0x7878_7878) + 0x7878_7878) & 0x8080_8080 != 0x8080_8080;
+    whole.iter().chain([&last]).enumerate().fold(0, |bits, (i, &four)| bits | u64::from(small(four)) << i) as u32
 }
 
 /// Where in a line four bytes go: together, or two and two.
