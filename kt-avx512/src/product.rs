@@ -343,7 +343,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
 fn tiled_rows<I: Isa, const SCALED: u8>(isa: I, r: usize, tile: Tile<'_>) {
     let (columns, record) = scaled::span(SCALED);
     let spans =
-        Spans { bf16: true, columns: (record > 0).then_some(columns), record, outputs: SCALED == scaled::OUTPUTS };
+        Spans { bf16: true, columns: (record > 0).then_some(columns), record, outputs: scaled::of_outputs(SCALED) };
     tiled::cached(isa, r, tile, spans, |r, tile| {
         let kind = PhantomData;
         rows!(r, [1, 2, 3, 4], isa.run(FloatTile::<Summed, SCALED, false, R, 2> { tile, kind }))
@@ -391,7 +391,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for W
 
     fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
         if const { S::OUTPUTS } {
-            tiled_rows::<I, { scaled::OUTPUTS }>(isa, r, tile);
+            tiled_rows::<I, { scaled::INTEGERS }>(isa, r, tile);
         } else {
             tiled_rows::<I, { scaled::NO }>(isa, r, tile);
         }

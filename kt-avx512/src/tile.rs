@@ -910,6 +910,18 @@ pub(crate) mod scaled {
     pub(crate) const TILES: u8 = 2;
     /// E8M0 per output and 32 columns.
     pub(crate) const GROUPS: u8 = 3;
+    /// An F32 per output, of integers that became BF16 numbers.
+    pub(crate) const INTEGERS: u8 = 4;
+
+    /// Whether totals are multiplied with scales of outputs.
+    pub(crate) const fn of_outputs(scaled: u8) -> bool {
+        matches!(scaled, OUTPUTS | INTEGERS)
+    }
+
+    /// Whether weights are FP8 codes.
+    pub(crate) const fn fp8(scaled: u8) -> bool {
+        matches!(scaled, OUTPUTS | TILES | GROUPS)
+    }
 
     /// Lines after which those that come later are asked for: with each scale of groups once, as the totals of such tiles lie in memory already.
     pub(super) const fn ask_steps(scaled: u8) -> usize {
@@ -931,7 +943,7 @@ pub(crate) mod scaled {
     }
 }
 
-/// Floating-point weights x inputs of [`Isa::INPUT_BYTES`] (BF16 weights), or F32. Those with scales are FP8.
+/// Floating-point weights x inputs of [`Isa::INPUT_BYTES`] (BF16 weights), or F32. Those with scales are FP8, or were integers.
 ///
 /// FP8 lines that stream become operands by [`Isa::fp8_shifted`]; with [`Isa::FP8_NORMAL`] not those that have small codes, as their bits say.
 /// With F32 inputs, what these lack is multiplied with inputs or with
@@ -948,7 +960,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
     #[inline(always)]
     fn go<I: Isa>(mut self, isa: I) {
         // Registers: of inputs, one for each of 4 columns of a row; of weights, 4 or 8 for each panel.
-        if const { STREAM && SCALED != scaled::NO && !I::FP8_NORMAL && R < if I::LARGE { P } else { 2 * P } } {
+        if const { STREAM && scaled::fp8(SCALED) && !I::FP8_NORMAL && R < if I::LARGE { P } else { 2 * P } } {
             assert!(self.tile.row_tiles == 1);
             let total = self.total_asked::<I, true>(isa, 0);
             let mut beyond = isa.zero();
@@ -1015,7 +1027,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let (span, record) = scaled::span(SCALED);
         let scales = match SCALED {
             scaled::NO => 0,
-            scaled::OUTPUTS => self.tile.outputs_at + PANEL * 4,
+            scaled::OUTPUTS | scaled::INTEGERS => self.tile.outputs_at + PANEL * 4,
             _ => self.tile.group_at + self.record_at(self.tile.blocks - 1) + BLOCK / span * record,
         };
         if Self::flagged::<I>() { scales.max(self.bits_at(self.tile.blocks - 1) + BITS) } else { scales }
@@ -1023,7 +1035,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
 
     /// Whether lines with small codes are told from others.
     const fn flagged<I: Isa>() -> bool {
-        STREAM && SCALED != scaled::NO && I::FP8_NORMAL
+        STREAM && scaled::fp8(SCALED) && I::FP8_NORMAL
     }
 
     /// Where the bits of a block's lines are in a panel.
@@ -1095,7 +1107,8 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
 
     #[inline(always)]
     fn end<I: Isa>(&mut self, isa: I, first: usize, total: [[I::Flt; P]; R]) {
-        self.tile.end(isa, first, total, SCALED == scaled::OUTPUTS, if SCALED == scaled::NO { 1.0 } else { I::FP8_UP });
+        let up = if scaled::fp8(SCALED) { I::FP8_UP } else { 1.0 };
+        self.tile.end(isa, first, total, scaled::of_outputs(SCALED), up);
     }
 
     /// [`Self::total`], with hints or, where there are none, without a trace of them.
@@ -1163,7 +1176,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         if const { L::SUMMED } {
             return self.total_of_sums(isa);
         }
-        let shifted = const { STREAM && SCALED != scaled::NO && !I::FP8_NORMAL && (R <= 4 || !I::LARGE) };
+        let shifted = const { STREAM && scaled::fp8(SCALED) && !I::FP8_NORMAL && (R <= 4 || !I::LARGE) };
         let (number, per_operand) = if L::BF16 { (I::INPUT_BYTES, 2) } else { (4, 1) };
         let input_bytes = BLOCK * number;
         let block_bytes = [BLOCK / per_operand / L::OPERANDS * LINE, 0];
