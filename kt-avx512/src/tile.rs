@@ -946,8 +946,7 @@ pub(crate) mod scaled {
 /// Floating-point weights x inputs of [`Isa::INPUT_BYTES`] (BF16 weights), or F32. Those with scales are FP8, or were integers.
 ///
 /// FP8 lines that stream become operands by [`Isa::fp8_shifted`]; with [`Isa::FP8_NORMAL`] not those that have small codes, as their bits say.
-/// With F32 inputs, what these lack is multiplied with inputs or with
-/// weights, whichever are fewer. Sums are the same bit for bit, as are those of unpacked lines: of the same exact products over
+/// With F32 inputs, what these lack is multiplied with inputs or with weights, whichever are fewer. Sums are the same bit for bit, as are those of unpacked lines: of the same exact products over
 /// [`Isa::FP8_UP`]. But inputs beyond 2^47 become infinite, and so are the totals, or NaN: then weights are multiplied after all.
 pub(crate) struct FloatTile<'a, L, const SCALED: u8, const STREAM: bool, const R: usize, const P: usize> {
     pub tile: Tile<'a>,
@@ -1033,7 +1032,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         if Self::flagged::<I>() { scales.max(self.bits_at(self.tile.blocks - 1) + BITS) } else { scales }
     }
 
-    /// Whether lines with small codes are told from others.
+    /// Whether lines with small codes, which are zeros and subnormal ones, are told from others.
     const fn flagged<I: Isa>() -> bool {
         STREAM && scaled::fp8(SCALED) && I::FP8_NORMAL
     }
@@ -1192,8 +1191,8 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
             }
         }
 
-        // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of all rows, and a
-        // scale for every span.
+        // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of all rows, a
+        // scale for every span, and the bits of all blocks that have such.
         let table = L::table(isa);
         let mut total = t.begin::<I, R, P>(isa, first);
         let mut line = t.weights[0].as_ptr();
@@ -1226,7 +1225,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                     }
                     if Self::flagged::<I>() {
                         for p in 0..if ASKS { P } else { 0 } {
-                            t.ahead.ask(line.wrapping_add(p * t.weight_stride + ahead));
+                            t.ahead.ask(line.wrapping_add(p * t.weight_stride).wrapping_add(ahead));
                         }
                         let x = x.wrapping_add((s * span + j * L::OPERANDS * per_operand) * number);
                         // SAFETY: the next line of all panels, and its inputs of all rows, in bounds as said above.
