@@ -389,7 +389,7 @@ pub unsafe trait Isa: Copy {
     fn fp8_to_bf16(self, table: Self::Fp8Table, codes: Self::Int) -> [Self::Int; 2];
     /// The same in fewer instructions, but 2^80 times smaller with F32 inputs: there the bits of a code are moved to where BF16 has
     /// them, which changes the bias of the exponent and nothing else. Subnormal codes become subnormal numbers. Or, with
-    /// [`Isa::FP8_NORMAL`], exactly the same: 2^8 is what is left of the bias once four bits of it are set.
+    /// [`Isa::FP8_NORMAL`], exactly the same: 2^8 is what is left of the bias once three bits of it are set.
     fn fp8_shifted(self, codes: Self::Int) -> [Self::Int; 2];
     /// Inputs times what [`Isa::fp8_shifted`] lacks. Those beyond 2^47 become infinite.
     fn pair_up(self, x: Self::Pair) -> Self::Pair;

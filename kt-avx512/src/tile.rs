@@ -996,7 +996,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
 }
 
 /// Keeps compilers from doing what was done before together with what is done else: products that follow unpacking would then wait for it. They are not to know
-/// that it is seldom done, or it costs three times as much.
+/// that it is seldom done, or it costs more than twice as much.
 #[inline(always)]
 fn apart_from_others() {
     // SAFETY: no instruction.
