@@ -6,11 +6,11 @@
 //! | CPU | streams of a tile | hint | ahead |
 //! | --- | --- | --- | --- |
 //! | AMD Zen 5 | any | to the first level, past the others | 4 KiB; 8 KiB from three rows on |
-//! | AMD Zen 4 | one panel of nibbles, one or two rows; one panel of other integers, up to four | none: the order of addresses | |
+//! | AMD Zen 4 | one panel of nibbles, one row; one panel of other integers, up to four | none: the order of addresses | |
 //! | AMD Zen 4 | a bundle, one or two rows | none: the order of addresses | |
-//! | AMD Zen 4 | several panels, or five rows and more | to the second level | 8 KiB |
+//! | AMD Zen 4 | several panels, part of a bundle, or five rows and more | to the second level | 8 KiB |
 //! | AMD Zen 4 | other panels, one at a time, up to four rows | to the first level, past the others | 4 KiB |
-//! | AMD Zen 3 | integers and bundles; several panels, or five rows and more | to the second level | 8 KiB |
+//! | AMD Zen 3 | integers and bundles; several panels, part of a bundle, or five rows and more | to the second level | 8 KiB |
 //! | AMD Zen 3 | other panels, one at a time, up to four rows | to the first level, past the others | 4 KiB |
 //! | Intel, by an Emerald Rapids Xeon | any | to the second level | 4 KiB; 8 KiB from five rows on |
 //! | others | with AVX-512 as Zen 4, else as Zen 3; not measured | | |
@@ -66,19 +66,21 @@ impl Ahead {
     /// For lines that are in the cache.
     pub(crate) const NONE: Ahead = Ahead { second: true, bytes: 0 };
 
-    /// For tiles of so many rows and panels, of `integers` or other numbers, that are a whole `bundle` or not.
-    pub(crate) fn of(rows: usize, panels: usize, integers: bool, bundle: bool) -> Ahead {
+    /// For tiles of so many rows and panels, of `integers` or other numbers, where so many panels take turns.
+    pub(crate) fn of(rows: usize, panels: usize, integers: bool, bundle: usize) -> Ahead {
         Ahead::on(*CPU, rows, panels, integers, bundle)
     }
 
     /// [`Ahead::of`], on that CPU.
-    fn on(cpu: Cpu, rows: usize, panels: usize, integers: bool, bundle: bool) -> Ahead {
-        let in_order = integers && panels == 1 && rows <= 4 || bundle && rows <= 2;
+    fn on(cpu: Cpu, rows: usize, panels: usize, integers: bool, bundle: usize) -> Ahead {
+        // Lines of one panel of a bundle are not one after the other.
+        let part = panels < bundle;
+        let in_order = !part && (integers && panels == 1 && rows <= 4 || panels == bundle && bundle > 1 && rows <= 2);
         let (second, kib) = match cpu {
             Cpu::Zen5 => (false, if rows > 2 { 8 } else { 4 }),
             Cpu::Intel => (true, if rows > 4 { 8 } else { 4 }),
             Cpu::Other if in_order => (true, 0),
-            Cpu::Zen3 | Cpu::Other if in_order || panels > 1 || rows > 4 => (true, 8),
+            Cpu::Zen3 | Cpu::Other if in_order || part || panels > 1 || rows > 4 => (true, 8),
             Cpu::Zen3 | Cpu::Other => (false, 4),
         };
         Ahead { second, bytes: kib << 10 }
@@ -244,15 +246,17 @@ mod tests {
 
     #[test]
     fn the_hint_is_as_the_table_says() {
-        // Rows, panels, integers, a bundle; to the second level and KiB ahead on Zen 5, Intel, Zen 3 and Zen 4.
+        // Rows, panels, integers, panels that take turns; to the second level and KiB ahead on Zen 5, Intel, Zen 3 and Zen 4.
         for ((rows, panels, integers, bundle), hints) in [
-            ((1, 1, true, false), [(false, 4), (true, 4), (true, 8), (true, 0)]),
-            ((4, 1, true, false), [(false, 8), (true, 4), (true, 8), (true, 0)]),
-            ((8, 1, true, false), [(false, 8), (true, 8), (true, 8), (true, 8)]),
-            ((2, 1, false, false), [(false, 4), (true, 4), (false, 4), (false, 4)]),
-            ((2, 4, false, true), [(false, 4), (true, 4), (true, 8), (true, 0)]),
-            ((4, 4, false, true), [(false, 8), (true, 4), (true, 8), (true, 8)]),
-            ((1, 4, true, false), [(false, 4), (true, 4), (true, 8), (true, 8)]),
+            ((1, 1, true, 1), [(false, 4), (true, 4), (true, 8), (true, 0)]),
+            ((4, 1, true, 1), [(false, 8), (true, 4), (true, 8), (true, 0)]),
+            ((8, 1, true, 1), [(false, 8), (true, 8), (true, 8), (true, 8)]),
+            ((2, 1, false, 1), [(false, 4), (true, 4), (false, 4), (false, 4)]),
+            ((2, 4, false, 4), [(false, 4), (true, 4), (true, 8), (true, 0)]),
+            ((4, 4, false, 4), [(false, 8), (true, 4), (true, 8), (true, 8)]),
+            ((3, 1, true, 2), [(false, 8), (true, 4), (true, 8), (true, 8)]),
+            ((3, 1, false, 4), [(false, 8), (true, 4), (true, 8), (true, 8)]),
+            ((1, 4, true, 1), [(false, 4), (true, 4), (true, 8), (true, 8)]),
         ] {
             for (cpu, (second, kib)) in [Cpu::Zen5, Cpu::Intel, Cpu::Zen3, Cpu::Other].into_iter().zip(hints) {
                 let expected = Ahead { second, bytes: kib << 10 };

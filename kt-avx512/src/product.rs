@@ -645,7 +645,7 @@ impl Product<'_> {
             later.ask();
             let panels = stream_panels::<I, K>(n);
             let (lines_at, scales_at) = (layout.lines_at(0), scales_at(0));
-            let ahead = Ahead::of(n, panels, K::INTEGERS, panels > 1 && panels == layout.bundle);
+            let ahead = Ahead::of(n, panels, K::INTEGERS, layout.bundle);
             while done < width {
                 let at = panel_at(done);
                 let tile = Tile {
@@ -914,7 +914,7 @@ impl Product<'_> {
                         out_stride: width,
                         width: (width - done).min(panels * PANEL),
                         after: buffer.as_ptr(),
-                        ahead: Ahead::of(n, 1, true, false),
+                        ahead: Ahead::of(n, 1, true, 1),
                         later: &later,
                         sums: &mut [],
                         last: start + now == columns,

@@ -309,7 +309,7 @@ pub(crate) const fn scaled_blocks<S: Scale>() -> usize {
 pub(crate) const fn one_stream<L: Lines, S: Scale, const XG: usize, const WG: usize>() -> usize {
     // Nibbles with scales among their blocks, or with none.
     if (head::<S, XG, WG>().1 > 0 || S::RECORD == 0) && L::OPERANDS > 1 && L::PLANES[0] == LINE && L::PLANES[1] == 0 {
-        2
+        1
     } else {
         0
     }
@@ -443,22 +443,41 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             let mut acc = *sums;
             let mut high = [[isa.splat(0); P]; R];
             macro_rules! add {
-                ($step:expr) => {
+                ($step:expr, $asks:expr) => {
                     // SAFETY: lines of these columns, and codes of all rows, by the caller's promise.
                     unsafe {
                         let (line, step) = (*line, s * steps + $step);
-                        Self::add_step::<I, ASKS>(t, isa, (table, zeros), (line, at, k), step, [&mut acc, &mut high])
+                        Self::add_step::<I, { $asks }>(
+                            t,
+                            isa,
+                            (table, zeros),
+                            (line, at, k),
+                            step,
+                            [&mut acc, &mut high],
+                        )
                     }
                 };
             }
             if STREAM && L::SHARED {
+                // Before them all: which hint it is is a branch, behind which compilers put products off, and keep the inputs of all steps in memory.
                 // By hand: of several panels compilers keep a loop, and find out at each step which lines begin there.
                 assert!(matches!(steps, 2 | 4));
-                add!(0);
-                add!(1);
+                if ASKS {
+                    for p in 0..P {
+                        let line = Self::of_panel(t, *line, p);
+                        Self::ask_step(t, line, at.ahead, s * steps);
+                        Self::ask_step(t, line, at.ahead, s * steps + 1);
+                        if steps > 2 {
+                            Self::ask_step(t, line, at.ahead, s * steps + 2);
+                            Self::ask_step(t, line, at.ahead, s * steps + 3);
+                        }
+                    }
+                }
+                add!(0, false);
+                add!(1, false);
                 if steps > 2 {
-                    add!(2);
-                    add!(3);
+                    add!(2, false);
+                    add!(3, false);
                 }
             } else {
                 // From three rows on (over one panel four) a loop: else compilers load the inputs of all steps at once, and keep them in memory.
@@ -467,7 +486,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     if !STREAM && XG == BLOCK && step % ASK_STEPS == 0 {
                         t.later.ask();
                     }
-                    add!(step);
+                    add!(step, ASKS);
                 }
             }
             if apart {
@@ -480,6 +499,31 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             *sums = acc;
         }
         *line = Steps::<L, XG>::after(*line, 1);
+    }
+
+    /// Where the lines of panel `p` are.
+    #[inline(always)]
+    fn of_panel(t: &Tile<'_>, line: [*const u8; 2], p: usize) -> [*const u8; 2] {
+        let [first, second] = line;
+        let at = p * if L::BUNDLE > 1 { LINE } else { t.weight_stride };
+        [first.wrapping_add(at), second.wrapping_add(at)]
+    }
+
+    /// Asks for the lines that begin with a step, counted from those of the first one, which begin at `line`: two of a plane at most.
+    #[inline(always)]
+    fn ask_step(t: &Tile<'_>, line: [*const u8; 2], ahead: [usize; 2], step: usize) {
+        for i in 0..2 {
+            // No loop: compilers would keep it.
+            let bytes = L::PLANES[i];
+            let (first, end) = ((step * bytes).div_ceil(LINE), ((step + 1) * bytes).div_ceil(LINE));
+            let at = |n: usize| line[i].wrapping_add(Steps::<L, XG>::spread(n * LINE)).wrapping_add(ahead[i]);
+            if first < end {
+                t.ahead.ask(at(first));
+            }
+            if first + 1 < end {
+                t.ahead.ask(at(first + 1));
+            }
+        }
     }
 
     /// Adds the products of a step of `XG` columns, which begin with column `k` of a block, to `acc`; of high nibbles [apart](Self::apart) to the
@@ -500,18 +544,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let Place { x, input_bytes, ahead } = at;
         let mut w = [[isa.splat(0); 2]; P];
         for (p, w) in w.iter_mut().enumerate() {
-            let line = line.map(|line| line.wrapping_add(p * if L::BUNDLE > 1 { LINE } else { t.weight_stride }));
-            for i in 0..2 {
-                // The lines that begin here, counted from those of the first step: two at most. No loop: compilers would keep it.
-                let bytes = L::PLANES[i];
-                let (first, end) = ((step * bytes).div_ceil(LINE), ((step + 1) * bytes).div_ceil(LINE));
-                let at = |n: usize| line[i].wrapping_add(Steps::<L, XG>::spread(n * LINE)).wrapping_add(ahead[i]);
-                if ASKS && first < end {
-                    t.ahead.ask(at(first));
-                }
-                if ASKS && first + 1 < end {
-                    t.ahead.ask(at(first + 1));
-                }
+            let line = Self::of_panel(t, line, p);
+            if ASKS {
+                Self::ask_step(t, line, ahead, step);
             }
             // SAFETY: a step of panel `p`, by the caller's promise.
             *w = unsafe {
@@ -652,6 +687,14 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let asks_records = P > 1 && L::BUNDLE == 1 || t.line_skip == 0;
         assert!(if Self::UNITS { t.unit.is_power_of_two() } else { t.unit == 1 });
         assert!((t.first_block | t.blocks).is_multiple_of(scaled_blocks::<S>()));
+        // Of steps that are unrolled, before products: which hint it is is a branch, behind which compilers put them off.
+        macro_rules! ask_record {
+            ($at:expr) => {
+                for p in 0..if ASKS && S::RECORD > 0 && S::WORDS == 0 && asks_records { P } else { 0 } {
+                    t.ahead.ask(scales_at(p, $at).wrapping_add(t.following()));
+                }
+            };
+        }
         for tile in 0..t.row_tiles {
             let first = tile * R;
             let mut zeros = [isa.splat(0); P];
@@ -698,6 +741,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 }
                 for c in 0..BLOCK / columns {
                     let mut part = if S::WORDS > 0 { scaled_words } else { [[isa.zero(); P]; R] };
+                    if L::SHARED {
+                        ask_record!(record);
+                    }
                     for g in 0..columns / scaled {
                         let k = c * columns + g * scaled;
                         if (shifts || subtracts) && g == 0 {
@@ -848,8 +894,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 minimum[p] = unsafe { S::minima(isa, at, above) };
                             }
                         }
-                        for p in 0..if ASKS && S::RECORD > 0 && S::WORDS == 0 && asks_records { P } else { 0 } {
-                            t.ahead.ask(scales_at(p, record).wrapping_add(t.following()));
+                        if !L::SHARED {
+                            ask_record!(record);
                         }
                         if S::WORDS == 0 {
                             left -= WG;
