@@ -6,7 +6,7 @@
 //! | CPU | streams of a tile | hint | ahead |
 //! | --- | --- | --- | --- |
 //! | AMD Zen 5 | any | to the first level, past the others | 4 KiB; 8 KiB from three rows on |
-//! | AMD Zen 4 | one panel of nibbles, one row; one panel of other integers, up to four | none: the order of addresses | |
+//! | AMD Zen 4 | one panel of integers, up to four rows | none: the order of addresses | |
 //! | AMD Zen 4 | a bundle, one or two rows | none: the order of addresses | |
 //! | AMD Zen 4 | several panels, part of a bundle, or five rows and more | to the second level | 8 KiB |
 //! | AMD Zen 4 | other panels, one at a time, up to four rows | to the first level, past the others | 4 KiB |
