@@ -113,10 +113,10 @@ pub unsafe trait Isa: Copy {
     fn ports(self) -> Ports {
         Ports::Own
     }
-    /// Most rows that stream, 8 or 6 at most; more go over cached lines.
+    /// How many rows stream, where there are tiles for `most` of them; more go over cached lines.
     #[inline(always)]
-    fn stream_rows(self) -> usize {
-        const { stream_rows(Self::LARGE) }
+    fn stream_rows(self, most: usize) -> usize {
+        most
     }
     /// Multiplies on the tile unit; only where there is one.
     ///
@@ -397,9 +397,14 @@ pub unsafe trait Isa: Copy {
     fn dot_up(self, acc: Self::Flt, w: Self::Int, x: Self::Pair) -> Self::Flt;
 }
 
-/// Most rows that stream: as many as keep their sums in registers.
+/// Most rows that stream, where tiles of more rows over cached lines have as little to do: as many as keep their sums in registers.
 pub(crate) const fn stream_rows(large: bool) -> usize {
     if large { 8 } else { 6 }
+}
+
+/// Most rows that stream where more would have their lines unpacked first, or read twice by tiles with fewer rows each: sums and totals are 24 of 32 registers.
+pub(crate) const fn most_stream_rows(large: bool) -> usize {
+    if large { 12 } else { stream_rows(false) }
 }
 
 /// See [`Isa::least_sum`], of sums of lanes 8 apart.

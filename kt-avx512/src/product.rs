@@ -14,13 +14,13 @@ use kt_core::{Format, Group};
 
 use crate::ahead::{Ahead, Later, Level};
 use crate::blocks::{ASK, Blocks, Decode, Direct, Row};
-use crate::isa::{Isa, Job, Ports, stream_rows};
+use crate::isa::{Isa, Job, Ports, most_stream_rows, stream_rows};
 use crate::layout::{CHUNK, LINE, Layout, MOST_PANELS, PANEL, SUPER, panels, spread};
 use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
     Nibbles, NoScale, Scale, Scales, Summed, Unpack, Widen, WidenFloats,
 };
-use crate::tile::{BLOCK_ASKS, FloatTile, IntTile, Tile, one_stream, scaled, scaled_blocks};
+use crate::tile::{FloatTile, IntTile, Tile, int_asks, one_stream, scaled, scaled_blocks};
 use crate::tiled::{self, MOST_ROWS, PIECE, SUMS_SIZE, Spans, TILE_ROWS};
 use crate::words::{
     self, CHUNK_BLOCKS, Kind, Prepare, PrepareSupers, SUPER_BYTES, WORD_ROWS, chunk_bytes, scales_bytes,
@@ -57,8 +57,8 @@ pub trait Path<I: Isa> {
     const LIGHT: bool;
     /// Whether weights have scales of groups.
     const GROUPED: bool;
-    /// Whether rows that are few stream.
-    const STREAMS: bool;
+    /// The most rows that stream.
+    const STREAM_ROWS: usize;
     /// The most rows that stream over one panel after another with operands of 512 bits, where the hardware reads a single stream best.
     const ONE_STREAM: usize;
     /// Blocks that K is cut into multiples of.
@@ -106,8 +106,8 @@ macro_rules! rows {
 /// [`rows`] of tiles that stream along `$path`, and P set to their panels.
 macro_rules! stream_shapes {
     ($isa:ty, $path:ty, $r:expr, $job:expr) => {
-        rows!($r, [1, 2, 3, 4, 5, 6, 7, 8], {
-            if const { R > stream_rows(<$isa>::LARGE) } {
+        rows!($r, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], {
+            if const { R > <$path as Path<$isa>>::STREAM_ROWS } {
                 unreachable!("{R} rows do not stream");
             } else if const { stream_panels::<$isa, $path>(R) == 1 } {
                 const P: usize = 1;
@@ -166,6 +166,23 @@ const fn widens_in_tile<I: Isa, L: Floats>() -> bool {
     L::BF16 && L::OPERANDS == 1 && I::INPUT_BYTES > 2
 }
 
+/// Whether FP8 codes become operands in tiles of many rows as in those of few: shifts are done beside products.
+const fn shifts_in_tile<I: Isa, L: Floats>() -> bool {
+    L::FP8 && I::FP8_NORMAL && I::LARGE && !I::TILES
+}
+
+/// Whether codes in nibbles that are looked up may be so in tiles of many rows.
+const fn looks_up_in_tile<I: Isa, L: Codes, S: Scale>() -> bool {
+    I::LARGE
+        && I::VNNI
+        && !words_of_type::<I, S>()
+        && !L::NIBBLES
+        && L::OPERANDS == 2
+        && !L::SHARED
+        && L::PLANES[0] == LINE
+        && L::PLANES[1] == 0
+}
+
 /// From how many rows on nibbles are unpacked for [taller] tiles: what is unpacked comes from farther away, with no products beside it.
 const UNPACKED_NIBBLES: usize = 48;
 
@@ -192,11 +209,20 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const LIGHT: bool = L::OPERANDS == 1;
     const GROUPED: bool = S::RECORD > 0;
     // Few rows have the same bits without a tile unit, so that code which has one leaves them out.
-    const STREAMS: bool = !I::TILES;
+    const STREAM_ROWS: usize = match I::TILES {
+        true => 0,
+        // Tiles of many rows make operands of lines beside products, too.
+        false if L::NIBBLES => stream_rows(I::LARGE),
+        false => most_stream_rows(I::LARGE),
+    };
     const ONE_STREAM: usize = one_stream::<L, S, XG, WG>();
     const SCALED_BLOCKS: usize = scaled_blocks::<S>();
     const WIDENED: usize = 1;
-    const ASKS: usize = if XG == BLOCK && !I::TILES { BLOCK_ASKS } else { 1 };
+    const ASKS: usize = match I::TILES {
+        true => 1,
+        false if words_of_type::<I, S>() => 1,
+        false => int_asks::<I, S, XG>(),
+    };
     const WORDS: [usize; 2] = if words_of_type::<I, S>() { [SUPER_BYTES, 0] } else { [0; 2] };
 
     fn rows(isa: I, rows: usize) -> usize {
@@ -219,7 +245,8 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
 
     fn unpacked(isa: I, rows: usize) -> bool {
         let enough = rows >= UNPACKED_NIBBLES && taller::<I>(isa);
-        let beside_products = L::NIBBLES && I::LARGE && !enough;
+        let beside_products =
+            if L::NIBBLES { I::LARGE && !enough } else { looks_up_in_tile::<I, L, S>() && !taller(isa) };
         L::OPERANDS > 1 && !beside_products
     }
 
@@ -256,7 +283,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
             // All codes are alike to VNNI.
             let kind = PhantomData;
             rows!(r, [4, 5, 6, 7], isa.run(IntTile::<Bytes<0>, S, XG, WG, false, R, 2> { tile, kind }))
-        } else if const { I::LARGE && L::NIBBLES } {
+        } else if const { I::LARGE && L::NIBBLES || looks_up_in_tile::<I, L, S>() } {
             let kind = PhantomData;
             rows!(r, [4, 5, 6], isa.run(IntTile::<L, S, XG, WG, false, R, 2> { tile, kind }))
         } else if const { I::LARGE } {
@@ -276,13 +303,17 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     const INTEGERS: bool = false;
     const LIGHT: bool = L::OPERANDS == 1;
     const GROUPED: bool = scaled::span(SCALED).1 > 0;
-    const STREAMS: bool = true;
+    const STREAM_ROWS: usize = match I::TILES || widens_in_tile::<I, L>() {
+        true => stream_rows(I::LARGE),
+        false => most_stream_rows(I::LARGE),
+    };
     const ONE_STREAM: usize = 0;
     const SCALED_BLOCKS: usize = 1;
     // Lines that are operands are widened in the tile: layers of BF16 are 4 to 8 % slower at 32 rows else, and 2 % faster at 64.
     const WIDENED: usize = if L::BF16 && L::OPERANDS > 1 && I::LARGE && I::INPUT_BYTES > 2 { 2 } else { 1 };
     const ASKS: usize = match L::BF16 && <Self as Path<I>>::WIDENED == 1 {
         _ if I::TILES => 1,
+        true if shifts_in_tile::<I, L>() => scaled::asks(SCALED, BLOCK / 4),
         true => scaled::asks(SCALED, BLOCK / 2),
         false => scaled::asks(SCALED, BLOCK),
     };
@@ -302,7 +333,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     }
 
     fn unpacked(_: I, _: usize) -> bool {
-        L::OPERANDS * <Self as Path<I>>::WIDENED > 1
+        L::OPERANDS * <Self as Path<I>>::WIDENED > 1 && !shifts_in_tile::<I, L>()
     }
 
     fn unpack(isa: I, from: [&[u8]; 2], scales: &mut Scales<'_>, to: &mut [u8]) {
@@ -325,6 +356,9 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         } else if const { I::LARGE && widens_in_tile::<I, L>() } {
             let kind = PhantomData;
             rows!(r, [4, 5, 6, 7, 8], isa.run(FloatTile::<L, SCALED, false, R, 2> { tile, kind }))
+        } else if const { shifts_in_tile::<I, L>() } {
+            let kind = PhantomData;
+            rows!(r, [6, 7, 8, 9, 10, 11, 12], isa.run(FloatTile::<L, SCALED, false, R, 2> { tile, kind }))
         } else if const { I::LARGE && <Self as Path<I>>::WIDENED > 1 } {
             let kind = PhantomData;
             rows!(r, [6, 7, 8, 9, 10, 11, 12], isa.run(FloatTile::<F32Lines, SCALED, false, R, 2> { tile, kind }))
@@ -362,7 +396,7 @@ macro_rules! widened {
         const INTEGERS: bool = false;
         const LIGHT: bool = false;
         const GROUPED: bool = false;
-        const STREAMS: bool = false;
+        const STREAM_ROWS: usize = 0;
         const ONE_STREAM: usize = 0;
         const SCALED_BLOCKS: usize = 1;
 
@@ -433,7 +467,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const INTEGERS: bool = true;
     const LIGHT: bool = false;
     const GROUPED: bool = true;
-    const STREAMS: bool = false;
+    const STREAM_ROWS: usize = 0;
     const ONE_STREAM: usize = 0;
     const SCALED_BLOCKS: usize = CHUNK_BLOCKS;
     const WIDENED: usize = 1;
@@ -579,7 +613,7 @@ impl Product<'_> {
         }
         let layout_of = |weights: &Weights| layout(weights.format(), weights.cols());
         let layout = layout_of(weights);
-        assert!(layout.bundle == K::Lines::BUNDLE && (layout.bundle == 1 || K::unpacked(isa, self.rows.len())));
+        assert!(layout.bundle == K::Lines::BUNDLE);
         let (stride, step) = (layout.stride(), layout.step());
         let packed = weights.bytes();
         let (n, width) = (self.rows.len(), range.len());
@@ -639,7 +673,7 @@ impl Product<'_> {
             last: start + blocks == layout.blocks,
         };
         let mut done = 0;
-        if const { K::STREAMS } && n <= isa.stream_rows() {
+        if const { K::STREAM_ROWS > 0 } && n <= isa.stream_rows(K::STREAM_ROWS) {
             later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
             later.spread(1, Level::Second);
             later.ask();
@@ -676,6 +710,8 @@ impl Product<'_> {
         let cached = match (I::TILES, K::WORDS[0] > 0) {
             (true, _) => PIECE,
             (false, true) => CACHED_WORDS,
+            // The tile's panels are but half of the bundle, so that every other pair of lines, and of the cache's sets, is another's.
+            (false, false) if panels < layout.bundle && !unpack => CACHED / 2,
             (false, false) => CACHED,
         };
         let most_blocks = (cached / (panels * operand_block)).clamp(1, layout.blocks);
@@ -815,7 +851,7 @@ impl Product<'_> {
         let inputs = &self.inputs.bytes()[self.rows.start * block_bytes..];
         // In units of `SUPER` columns.
         let columns = matrix.cols() / SUPER;
-        let few = n <= isa.stream_rows();
+        let few = n <= stream_rows(I::LARGE);
         let direct = few && n <= DIRECT_ROWS;
         let panels = if few { 1 } else { cached_panels::<I>() };
         let cached = if few { FEW } else { CACHED };
@@ -840,7 +876,8 @@ impl Product<'_> {
             if let Some((matrix, first)) = following {
                 later.add(matrix.row(first).as_ptr(), panels * PANEL * columns * B::BYTES);
             }
-            let times = if few { columns * panels * (PANEL / ASK) } else { tiles * columns * (SUPER / BLOCK) };
+            let asks = <Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::ASKS;
+            let times = if few { columns * panels * (PANEL / ASK) } else { tiles * columns * (SUPER / BLOCK) * asks };
             later.spread(times, if few { Level::Second } else { Level::First });
             if const { !I::TILES } && direct {
                 let first = range.start + done;

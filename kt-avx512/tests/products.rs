@@ -97,10 +97,14 @@ fn random_matrix(format: Format, rows: usize, cols: usize, kind: ScaleType, seed
             })
             .collect(),
         Format::F32 => (0..bytes / 4).flat_map(|_| (random.normal() * 0.05).to_le_bytes()).collect(),
-        // NaN codes have a test of their own.
-        Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => {
-            (0..bytes).map(|_| random.bits() as u8).map(|c| if c & 0x7f == 0x7f { 0x30 } else { c }).collect()
-        }
+        // NaN codes have a test of their own. Every other eight columns have neither zeros nor subnormal codes, which are unpacked otherwise.
+        Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => (0..bytes)
+            .map(|i| match (random.bits() as u8, i % cols / 8 % 2) {
+                (c, _) if c & 0x7f == 0x7f => 0x30,
+                (c, 1) if c & 0x78 == 0 => c | 0x08,
+                (c, _) => c,
+            })
+            .collect(),
         _ => (0..bytes).map(|_| random.bits() as u8).collect(),
     };
     let scales = format.scale_shape(rows, cols).map(|(r, c)| {

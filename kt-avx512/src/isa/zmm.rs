@@ -5,8 +5,8 @@
 use std::arch::x86_64::*;
 
 use super::{
-    Bits, FP8_UP, Grid, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, load_points, ops, run_with, same_code,
-    stream_rows, sum8, token,
+    Bits, FP8_UP, Grid, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, load_points, ops, run_with, same_code, sum8,
+    token,
 };
 use crate::tile::Tile;
 use crate::tiled::{TileProduct, TileUnit};
@@ -679,7 +679,7 @@ impl<U: TileUnit> Tiled<U> {
     /// # Safety
     /// The CPU must have them.
     pub(crate) unsafe fn new(unit: U, rows: Option<usize>) -> Self {
-        Tiled { unit, stream_rows: rows.map(|rows| rows.min(stream_rows(true))) }
+        Tiled { unit, stream_rows: rows }
     }
 }
 
@@ -721,8 +721,8 @@ unsafe impl<U: TileUnit> Isa for Tiled<U> {
     }
 
     #[inline(always)]
-    fn stream_rows(self) -> usize {
-        self.stream_rows.unwrap_or(0)
+    fn stream_rows(self, most: usize) -> usize {
+        self.stream_rows.unwrap_or(0).min(most)
     }
 
     #[inline(always)]
