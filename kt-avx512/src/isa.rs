@@ -88,6 +88,8 @@ pub unsafe trait Isa: Copy {
     const INPUT_BYTES: usize;
     /// Whether products of four bytes are added to dwords: no product of bytes is too large for that.
     const VNNI: bool;
+    /// Whether nibbles of a byte are looked up without being told apart first.
+    const VBMI: bool = false;
     /// What [`Isa::wide`] subtracts from the codes.
     const WIDE_OFFSET: i32 = if Self::VNNI { 0 } else { 128 };
     /// What products of [`Isa::fp8_to_bf16`] are to be multiplied with: 2^40 with F32 inputs, else 2^8.

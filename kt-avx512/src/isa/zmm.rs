@@ -582,6 +582,8 @@ unsafe impl Isa for Vnni {
 /// Lookups that take six bits of a byte, of which a table of 16 bytes, four times, ignores two.
 macro_rules! lookups_by_vbmi {
     () => {
+        const VBMI: bool = true;
+
         ops! {
             fn lookup_nibbles(self, table: __m512i, v: __m512i) -> [__m512i; 2] {
                 [_mm512_permutexvar_epi8(v, table), _mm512_permutexvar_epi8(_mm512_srli_epi16::<4>(v), table)]
