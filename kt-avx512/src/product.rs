@@ -1,8 +1,8 @@
 //! The product of packed weights with input rows: which register tiles, in which order.
 //!
 //! Few rows stream: one tile of all rows, over all of K, so that each packed line is read from memory once and unpacked in registers.
-//! For more rows, K is cut so that the lines of a panel or two fit the first-level cache, unpacked once if they are packed; tiles of
-//! rows pass over them, while the lines that come next are asked for.
+//! For more rows, K is cut so that the lines of a panel or two fit the first-level cache; tiles of rows pass over them, while the lines that
+//! come next are asked for. Packed lines are unpacked once before, unless unpacking them in each tile goes on beside products.
 
 use std::marker::PhantomData;
 use std::ops::Range;
