@@ -608,7 +608,9 @@ impl Product<'_> {
         }
         let layout_of = |weights: &Weights| layout(weights.format(), weights.cols());
         let layout = layout_of(weights);
+        // Tiles of integers read no bundle that was not unpacked, unless they stream.
         assert!(layout.bundle == K::Lines::BUNDLE);
+        assert!(!K::INTEGERS || layout.bundle == 1 || K::unpacked(isa, self.rows.len()));
         let (stride, step) = (layout.stride(), layout.step());
         let packed = weights.bytes();
         let (n, width) = (self.rows.len(), range.len());
