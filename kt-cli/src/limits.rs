@@ -423,6 +423,10 @@ impl Peaks {
             if has(Tier::Avx512Bf16) {
                 best.bf16 = Loop { instruction: "vdpbf16ps zmm", operations_per_round: 24 * 64, run: x86::bf16_avx512 };
             }
+            if has(Tier::Amx) {
+                best.int8 = x86::INT8_AMX;
+                best.bf16 = x86::BF16_AMX;
+            }
         }
         let _ = cap;
         best
@@ -459,6 +463,7 @@ fn plain_f32(rounds: u64) {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
+    use std::arch::asm;
     use std::arch::x86_64::*;
     use std::hint::black_box;
 
@@ -545,6 +550,91 @@ mod x86 {
         unsafe { std::mem::transmute::<__m512i, __m512bh>(v) }
     }
 
+    /// Rounds in which a loop of tiles multiplies once: its four products take as long as so many times 24 of vectors, or less.
+    const TILE_ROUNDS: u64 = 16;
+
+    /// What `ldtilecfg` reads: eight tiles of 16 rows of 64 bytes.
+    #[repr(C, align(64))]
+    struct Tiles {
+        palette: u8,
+        start_row: u8,
+        reserved: [u8; 14],
+        row_bytes: [u16; 16],
+        rows: [u8; 16],
+    }
+
+    static TILES: Tiles = {
+        let (mut row_bytes, mut rows) = ([0; 16], [0; 16]);
+        let mut tile = 0;
+        while tile < 8 {
+            (row_bytes[tile], rows[tile]) = (64, 16);
+            tile += 1;
+        }
+        Tiles { palette: 1, start_row: 0, reserved: [0; 14], row_bytes, rows }
+    };
+
+    /// A loop of four products of tiles with four sums, of operands that hold a dword each.
+    macro_rules! tiles {
+        ($instruction:literal, $rounds:ident, $a:literal, $b:literal) => {{
+            let (a, b) = (black_box([$a; 256]), black_box([$b; 256]));
+            // SAFETY: the caller has the instructions, and the operating system's permission. The loads read 16 rows of 64 bytes, which is all of `a`
+            // and `b`; tiles are released before the compiler has its registers again.
+            unsafe {
+                asm!(
+                    "ldtilecfg [{config}]",
+                    "tileloadd tmm4, [{a} + {row}]",
+                    "tileloadd tmm5, [{a} + {row}]",
+                    "tileloadd tmm6, [{b} + {row}]",
+                    "tileloadd tmm7, [{b} + {row}]",
+                    "tilezero tmm0",
+                    "tilezero tmm1",
+                    "tilezero tmm2",
+                    "tilezero tmm3",
+                    "2:",
+                    concat!($instruction, " tmm0, tmm4, tmm6"),
+                    concat!($instruction, " tmm1, tmm4, tmm7"),
+                    concat!($instruction, " tmm2, tmm5, tmm6"),
+                    concat!($instruction, " tmm3, tmm5, tmm7"),
+                    "dec {left}",
+                    "jnz 2b",
+                    "tilerelease",
+                    config = in(reg) &raw const TILES,
+                    a = in(reg) a.as_ptr(),
+                    b = in(reg) b.as_ptr(),
+                    row = in(reg) 64,
+                    left = inout(reg) $rounds.div_ceil(TILE_ROUNDS).max(1) => _,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack, readonly),
+                );
+            }
+        }};
+    }
+
+    /// Of four products of tiles: 16 x 16 sums of `k` products each.
+    const fn tile_operations(k: u64) -> u64 {
+        4 * 16 * 16 * k * 2 / TILE_ROUNDS
+    }
+
+    pub const INT8_AMX: Loop =
+        Loop { instruction: "tdpbusd", operations_per_round: tile_operations(64), run: int8_amx };
+
+    pub const BF16_AMX: Loop =
+        Loop { instruction: "tdpbf16ps", operations_per_round: tile_operations(32), run: bf16_amx };
+
+    /// # Safety
+    /// The CPU has AMX with int8, which this process may use.
+    unsafe fn int8_amx(rounds: u64) {
+        tiles!("tdpbusd", rounds, 0x0101_0101_u32, 0x0101_0101_u32);
+    }
+
+    /// # Safety
+    /// The CPU has AMX with bf16, which this process may use.
+    unsafe fn bf16_amx(rounds: u64) {
+        // As `bf16_avx512`.
+        tiles!("tdpbf16ps", rounds, 0x3000_3000_u32, 0x3f80_3f80_u32);
+    }
+
     pub const INT8_AVXVNNI: Loop =
         Loop { instruction: "vpdpbusd ymm (VEX)", operations_per_round: 12 * 64, run: int8_avxvnni };
 
@@ -601,6 +691,13 @@ mod tests {
             let wide = measure(Tier::Amx);
             assert!(wide.int8.tera.best > plain.int8.tera.best, "{} {}", wide.summary(), plain.summary());
             assert!(wide.f32.tera.best > plain.f32.tera.best, "{} {}", wide.summary(), plain.summary());
+        }
+        if Tier::Amx.available() {
+            let (tiles, vectors) = (measure(Tier::Amx), measure(Tier::Avx512Bf16));
+            assert_eq!((tiles.int8.instruction, tiles.bf16.instruction), ("tdpbusd", "tdpbf16ps"));
+            assert!(tiles.bf16.tera.best > vectors.bf16.tera.best, "{} {}", tiles.summary(), vectors.summary());
+        } else {
+            println!("skipped: the limits of tier amx, which this CPU does not have");
         }
     }
 
