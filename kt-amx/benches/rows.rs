@@ -52,7 +52,7 @@ mod x86 {
             let line = |what: &str, speeds: [f64; ROWS.len()]| {
                 println!("{name:14}{what:9}{}", speeds.map(|v| format!("{v:7.0}")).concat());
             };
-            let few = |rows| amx.with_crossover(Crossover { int8: rows, many: usize::MAX, bf16: rows });
+            let few = |rows| amx.with_crossover(Crossover { int8: rows, many: usize::MAX, bf16: rows, fp8: rows });
             if let Some((_, many)) = amx.for_many() {
                 line("many", speeds(many, format));
             }

@@ -20,7 +20,7 @@ mod check {
     pub fn run() -> Result<(), String> {
         let kernel = Amx::detect(Tier::Amx).map_err(|why| why.0)?;
         println!("check: AMX is there and granted");
-        let few = |rows| kernel.with_crossover(Crossover { int8: rows, many: usize::MAX, bf16: rows });
+        let few = |rows| kernel.with_crossover(Crossover { int8: rows, many: usize::MAX, bf16: rows, fp8: rows });
         for format in [Format::Bf16, Format::Fp8Channel, Format::Fp8Block, Format::Mxfp8] {
             let on_tiles = product(few(1), format, ROWS)?.0;
             let streamed = product(few(usize::MAX), format, 8)?.0;
@@ -51,7 +51,7 @@ mod check {
     /// Layers of formats that are packed by one kernel and by the other, as a thread alone goes from one matrix to the next.
     fn mixed(kernel: Amx) -> Result<(), String> {
         let text = |e: kt_core::Error| e.to_string();
-        let few = Crossover { int8: usize::MAX, many: usize::MAX, bf16: usize::MAX };
+        let few = Crossover { int8: usize::MAX, many: usize::MAX, bf16: usize::MAX, fp8: usize::MAX };
         let portable = |_| vec![Candidate::new("portable", Ok(CpuBackend::new("portable", Portable)))];
         let builder = || RuntimeBuilder::new(portable).threads(1);
         for formats in [

@@ -13,7 +13,7 @@ use crate::Amx;
 
 /// From how many rows of an expert on its products run on tiles.
 ///
-/// Written and read as `int8=12 many=48 bf16=5`, so that what [`Amx::measure`] found may be kept.
+/// Written and read as `int8=12 many=48 bf16=5 fp8=7`, so that what [`Amx::measure`] found may be kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Crossover {
     /// For INT8 per channel, whose products have the bits of VNNI: a matter of speed. `usize::MAX`: never.
@@ -22,14 +22,16 @@ pub struct Crossover {
     /// a call multiplies them as BF16 numbers with BF16 inputs. `usize::MAX`: never. What a token gives then differs between calls of
     /// few and of many tokens, within the bounds of both.
     pub many: usize,
-    /// For BF16 inputs in all other calls; these are on tiles from 9 rows on in any case. A matter of speed: no bit depends on it.
+    /// For BF16 weights; these are on tiles from 9 rows on in any case. A matter of speed: no bit depends on it.
     pub bf16: usize,
+    /// For FP8 and MXFP8 in calls of few rows, and FP8 per channel in all; as `bf16`. They are unpacked for tiles, so that these are worth it later.
+    pub fp8: usize,
 }
 
 /// As measured on Emerald Rapids; see `PERFORMANCE.md`.
 impl Default for Crossover {
     fn default() -> Self {
-        Crossover { int8: 12, many: 48, bf16: 5 }
+        Crossover { int8: 12, many: 48, bf16: 5, fp8: 7 }
     }
 }
 
@@ -39,7 +41,8 @@ const NEVER: usize = usize::MAX;
 impl fmt::Display for Crossover {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = |rows| if rows == NEVER { "never".into() } else { format!("{rows}") };
-        write!(f, "int8={} many={} bf16={}", text(self.int8), text(self.many), text(self.bf16))
+        let [int8, many, bf16, fp8] = [self.int8, self.many, self.bf16, self.fp8].map(text);
+        write!(f, "int8={int8} many={many} bf16={bf16} fp8={fp8}")
     }
 }
 
@@ -49,14 +52,14 @@ impl FromStr for Crossover {
     fn from_str(s: &str) -> Result<Self, Self::Err> {
         let wrong = || {
             let as_in = Self::default();
-            Unsupported::new(format!("AMX crossover `{s}`: write three numbers of rows or `never`, as in `{as_in}`"))
+            Unsupported::new(format!("AMX crossover `{s}`: write four numbers of rows or `never`, as in `{as_in}`"))
         };
         let mut parts = s.split_whitespace();
         let mut number = |name: &str| {
             let value = parts.next().and_then(|p| p.strip_prefix(name)).and_then(|p| p.strip_prefix('='));
             value.and_then(|v| if v == "never" { Some(NEVER) } else { v.parse().ok() }).ok_or_else(wrong)
         };
-        let of = Crossover { int8: number("int8")?, many: number("many")?, bf16: number("bf16")? };
+        let of = Crossover { int8: number("int8")?, many: number("many")?, bf16: number("bf16")?, fp8: number("fp8")? };
         if parts.next().is_some() { Err(wrong()) } else { Ok(of) }
     }
 }
@@ -66,7 +69,7 @@ const ROWS: [usize; 12] = [1, 2, 4, 6, 8, 9, 12, 16, 24, 32, 48, 64];
 
 impl Amx {
     /// Measures on one thread, with 16 to 32 MiB of weights, where tiles begin to be faster than what they replace: INT8 per channel, INT4 in groups of 32
-    /// for all that are BF16 numbers for many rows, and FP8 per channel for BF16 inputs. Takes about a second.
+    /// for all that are BF16 numbers for many rows, BF16, and FP8 per channel. Takes about a second.
     ///
     /// # Errors
     /// There is no memory for the weights.
@@ -92,11 +95,12 @@ impl Amx {
                 a.min(c) < b.min(d)
             }))
         };
-        let streams = |rows| self.with_crossover(Crossover { int8: rows, many: NEVER, bf16: rows });
+        let streams = |rows| self.with_crossover(Crossover { int8: rows, many: NEVER, bf16: rows, fp8: rows });
         Ok(Crossover {
             int8: of(Format::Int8(Group::Row), [streams(1), streams(NEVER)], usize::MAX)?.unwrap_or(NEVER),
             many: of(Format::Int4(Group::Of(32)), [self.with_many(), streams(1)], usize::MAX)?.unwrap_or(NEVER),
-            bf16: of(Format::Fp8Channel, [streams(1), streams(NEVER)], STREAMED)?.unwrap_or(STREAMED + 1),
+            bf16: of(Format::Bf16, [streams(1), streams(NEVER)], STREAMED)?.unwrap_or(STREAMED + 1),
+            fp8: of(Format::Fp8Channel, [streams(1), streams(NEVER)], STREAMED)?.unwrap_or(STREAMED + 1),
         })
     }
 }
@@ -139,21 +143,22 @@ mod tests {
 
     #[test]
     fn a_crossover_is_read_as_it_is_written() {
-        let never = Crossover { int8: NEVER, many: NEVER, bf16: NEVER };
-        for of in [Crossover { int8: 3, many: 40, bf16: 1 }, Crossover::default(), never] {
+        let never = Crossover { int8: NEVER, many: NEVER, bf16: NEVER, fp8: NEVER };
+        for of in [Crossover { int8: 3, many: 40, bf16: 1, fp8: 2 }, Crossover::default(), never] {
             assert_eq!(of.to_string().parse::<Crossover>().unwrap(), of);
         }
         let default = Crossover::default().to_string();
-        assert_eq!(default, "int8=12 many=48 bf16=5");
+        assert_eq!(default, "int8=12 many=48 bf16=5 fp8=7");
         for wrong in [
             "",
             "int8=1",
-            "int8=1 many=x bf16=1",
-            "bf16=1 many=1 int8=1",
-            "int8=1 many=1 bf16=1 more=1",
-            "int8=1 many=-1 bf16=1",
-            "many=32 bf16=5",
-            "int8=12 groups=never bf16=5",
+            "int8=1 many=1 bf16=1",
+            "int8=1 many=x bf16=1 fp8=1",
+            "bf16=1 many=1 int8=1 fp8=1",
+            "int8=1 many=1 bf16=1 fp8=1 more=1",
+            "int8=1 many=-1 bf16=1 fp8=1",
+            "many=32 bf16=5 fp8=7",
+            "int8=12 groups=never bf16=5 fp8=7",
         ] {
             let why = wrong.parse::<Crossover>().unwrap_err();
             assert!(why.0.contains(&format!("`{wrong}`")) && why.0.contains(&default), "{why}");

@@ -189,7 +189,11 @@ impl Kernel for Amx {
             };
             // Streams here too, since kt-avx512 on its own adds in another order.
             let exact = matches!(format, Format::Bf16 | Format::Fp8Channel) || !self.many;
-            let stream_rows = exact.then_some(if n < self.crossover.bf16 { n } else { 0 });
+            let on_tiles = match format {
+                Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => self.crossover.fp8,
+                _ => self.crossover.bf16,
+            };
+            let stream_rows = exact.then_some(if n < on_tiles { n } else { 0 });
             let product = Product { outputs, inputs, rows, out: &mut *out, scratch, zero };
             if gguf {
                 self.avx.run_with_tiles(self.unit, stream_rows, OfBlocks(product));

@@ -18,9 +18,9 @@ use crate::unit::Unit;
 use crate::{Amx, Crossover};
 
 /// As much on tiles as can be, in calls of few tokens.
-const TILES: Crossover = Crossover { int8: 1, many: usize::MAX, bf16: 1 };
+const TILES: Crossover = Crossover { int8: 1, many: usize::MAX, bf16: 1, fp8: 1 };
 /// As little as can be.
-const VECTORS: Crossover = Crossover { int8: usize::MAX, many: usize::MAX, bf16: usize::MAX };
+const VECTORS: Crossover = Crossover { int8: usize::MAX, many: usize::MAX, bf16: usize::MAX, fp8: usize::MAX };
 
 /// The kernel by the CPU's own tiles or by the emulator.
 fn kernel() -> Result<Amx, Unsupported> {

@@ -84,7 +84,7 @@ pub unsafe trait Isa: Copy {
     type ForF32: Isa;
     /// Whether there are 32 registers, one for 64 bytes; else 16, two for 64 bytes.
     const LARGE: bool;
-    /// Bytes of one number in the inputs of the bf16 path: 2 (BF16) or 4 (F32).
+    /// Bytes of one number in the inputs of the bf16 path: 2 (BF16) or 4 (F32). Where there is a tile unit, of rows that stream, which are widened before.
     const INPUT_BYTES: usize;
     /// Whether products of four bytes are added to dwords: no product of bytes is too large for that.
     const VNNI: bool;
@@ -92,9 +92,9 @@ pub unsafe trait Isa: Copy {
     const VBMI: bool = false;
     /// What [`Isa::wide`] subtracts from the codes.
     const WIDE_OFFSET: i32 = if Self::VNNI { 0 } else { 128 };
-    /// What products of [`Isa::fp8_to_bf16`] are to be multiplied with: 2^40 with F32 inputs, else 2^8.
+    /// What products of [`Isa::fp8_to_bf16`] are to be multiplied with.
     const FP8_UP: f32;
-    /// Whether [`Isa::fp8_shifted`] is for lines of normal numbers alone: with BF16 instructions, which take subnormal numbers for zero.
+    /// Whether [`Isa::fp8_shifted`] is for lines of normal numbers alone.
     const FP8_NORMAL: bool = false;
     /// Whether products of many rows run on a tile unit. Those of few rows that are not exact then add in its order, so that the bits are
     /// the same.
@@ -389,14 +389,19 @@ pub unsafe trait Isa: Copy {
     /// 64 E4M3 codes as BF16, over [`Isa::FP8_UP`], exactly; what packing makes of NaN codes is in `layout.rs`. In each 128-bit lane
     /// the first 8 codes go to the first result, the others to the second.
     fn fp8_to_bf16(self, table: Self::Fp8Table, codes: Self::Int) -> [Self::Int; 2];
-    /// The same in fewer instructions, but 2^80 times smaller with F32 inputs: there the bits of a code are moved to where BF16 has
-    /// them, which changes the bias of the exponent and nothing else. Subnormal codes become subnormal numbers. Or, with
-    /// [`Isa::FP8_NORMAL`], exactly the same: 2^8 is what is left of the bias once three bits of it are set.
+    /// The same in fewer instructions: the bits of a code are moved to where BF16 has them. With [`Isa::FP8_NORMAL`] some of the exponent's are set
+    /// besides, which is right for normal codes, and else what comes out is 2^80 times smaller, subnormal codes being subnormal numbers.
     fn fp8_shifted(self, codes: Self::Int) -> [Self::Int; 2];
     /// Inputs times what [`Isa::fp8_shifted`] lacks. Those beyond 2^47 become infinite.
-    fn pair_up(self, x: Self::Pair) -> Self::Pair;
+    #[inline(always)]
+    fn pair_up(self, _x: Self::Pair) -> Self::Pair {
+        unreachable!("nothing is lacking")
+    }
     /// [`Isa::dot_bf16`] of weights times what [`Isa::fp8_shifted`] lacks.
-    fn dot_up(self, acc: Self::Flt, w: Self::Int, x: Self::Pair) -> Self::Flt;
+    #[inline(always)]
+    fn dot_up(self, _acc: Self::Flt, _w: Self::Int, _x: Self::Pair) -> Self::Flt {
+        unreachable!("nothing is lacking")
+    }
 }
 
 /// Most rows that stream, where tiles of more rows over cached lines have as little to do: as many as keep their sums in registers.
@@ -543,12 +548,6 @@ unsafe fn four_of_each(words: &[u8; 16]) -> [u8; 64] {
         std::mem::transmute::<[__m256i; 2], [u8; 64]>([low, high])
     }
 }
-
-/// See [`Isa::FP8_UP`].
-const FP8_UP: f32 = f32::from_bits((127 + 40) << 23);
-
-/// See [`Isa::pair_up`].
-const PAIR_UP: f32 = f32::from_bits((127 + 80) << 23);
 
 /// BF16 bits of an E4M3 code, over `up`; each is exact, subnormal codes being normal BF16 numbers. A NaN code goes on the
 /// way the others do, as [`Isa::fp8_shifted`] has it: NaN comes from one place only, the scale, so that its bits are always the same.

@@ -19,6 +19,8 @@ pub trait Lines: Copy {
     const BUNDLE: usize = 1;
     /// Whether they are sums of products already: one for each row, panel and span of columns that share a scale.
     const SUMMED: bool = false;
+    /// Whether a bit for each line of a block, in front of its panel, tells those with small codes, which are zeros and subnormal ones, from others.
+    const TOLD: bool = false;
     /// What the loop keeps in registers for unpacking.
     type Table<I: Isa>: Copy;
     /// Loads it.
@@ -33,6 +35,14 @@ pub trait Lines: Copy {
         at: [*const u8; 2],
         step: usize,
     ) -> [I::Int; 2];
+    /// The same of a line without small codes, in fewer instructions; only of those that are [told](Lines::TOLD).
+    ///
+    /// # Safety
+    /// As [`Lines::operands`].
+    #[inline(always)]
+    unsafe fn normal_operands<I: Isa, const COLUMNS: usize>(_isa: I, _at: [*const u8; 2], _step: usize) -> [I::Int; 2] {
+        unreachable!("all lines are alike")
+    }
 }
 
 /// Lines of unsigned codes, four columns of 16 outputs per operand.
@@ -195,6 +205,7 @@ pub(crate) struct Fp8;
 impl Lines for Fp8 {
     const OPERANDS: usize = 2;
     const BUNDLE: usize = BUNDLE;
+    const TOLD: bool = true;
     type Table<I: Isa> = I::Fp8Table;
     #[inline(always)]
     fn table<I: Isa>(isa: I) -> I::Fp8Table {
@@ -209,6 +220,11 @@ impl Lines for Fp8 {
     ) -> [I::Int; 2] {
         // SAFETY: a line, by the caller's promise.
         isa.fp8_to_bf16(table, unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)[0]) })
+    }
+    #[inline(always)]
+    unsafe fn normal_operands<I: Isa, const COLUMNS: usize>(isa: I, at: [*const u8; 2], step: usize) -> [I::Int; 2] {
+        // SAFETY: as above.
+        isa.fp8_shifted(unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)[0]) })
     }
 }
 
@@ -465,6 +481,8 @@ pub struct Scales<'a> {
     pub group: usize,
     /// Where the record begins that is above those of groups.
     pub above: usize,
+    /// The bits of a block's lines, of those that are [told](Lines::TOLD).
+    pub small: u32,
     /// What codes are more than what they stand for, if groups do not say that.
     pub zero: i32,
 }
@@ -485,6 +503,28 @@ impl<'a> Scales<'a> {
     #[inline(always)]
     fn bytes(&self, at: usize, bytes: usize) -> &'a [u8] {
         &self.panel[spread(at, self.step)..][..bytes]
+    }
+}
+
+/// [`Lines::operands`], or, where lines are [told](Lines::TOLD) and the lowest bit of `small` is not set, [`Lines::normal_operands`].
+///
+/// # Safety
+/// As these.
+#[inline(always)]
+unsafe fn told_operands<I: Isa, L: Lines, const COLUMNS: usize>(
+    isa: I,
+    table: L::Table<I>,
+    at: [*const u8; 2],
+    step: usize,
+    small: u32,
+) -> [I::Int; 2] {
+    // SAFETY: by the caller's promise.
+    unsafe {
+        if L::TOLD && I::FP8_NORMAL && small & 1 == 0 {
+            L::normal_operands::<I, COLUMNS>(isa, at, step)
+        } else {
+            L::operands::<I, COLUMNS>(isa, table, at, step)
+        }
     }
 }
 
@@ -511,6 +551,7 @@ impl<L: Lines, S: Scale, const COLUMNS: usize, const WIDEN: bool> Job for Unpack
             assert!(bytes == 0 || from.len() > Steps::<L, COLUMNS>::spread(bytes - 1));
         }
         let from = self.from.map(<[u8]>::as_ptr);
+        let mut small = self.scales.small;
         for (group, to) in groups.enumerate() {
             let from = Steps::<L, COLUMNS>::after(from, group);
             let mut shift = isa.splat(0);
@@ -524,7 +565,8 @@ impl<L: Lines, S: Scale, const COLUMNS: usize, const WIDEN: bool> Job for Unpack
                     let (step, bytes) = ($step, L::OPERANDS * lines * LINE);
                     let to = &mut to[step * bytes..][..bytes];
                     // SAFETY: the bytes of all steps in both planes: there are those of all groups, as said above.
-                    let operands = unsafe { L::operands::<I, COLUMNS>(isa, table, from, step) };
+                    let operands = unsafe { told_operands::<I, L, COLUMNS>(isa, table, from, step, small) };
+                    small >>= 1;
                     for (to, v) in to.chunks_exact_mut(lines * LINE).zip(operands) {
                         let v = if S::SHIFTS { isa.add(v, shift) } else { v };
                         let widened = [isa.up::<16>(v), isa.and(v, isa.splat(!0xffff))];
@@ -674,6 +716,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize> Job for Widen<'_, '_,
     }
 }
 
+/// The bits of the least scale that times [`Isa::FP8_UP`], which is 2^8 where there is a tile unit, might be infinite.
+const LARGE_SCALE: u32 = (127 + 119) << 23;
+
 /// Unpacks the lines of a block to BF16 numbers times their scales: an F32 for the block, or (`GROUPS`) E8M0 for an output and 32 columns.
 pub(crate) struct WidenFloats<'a, 'b, L, const GROUPS: bool> {
     /// Its lines.
@@ -693,6 +738,7 @@ impl<L: Floats, const GROUPS: bool> Job for WidenFloats<'_, '_, L, GROUPS> {
         let bytes = BLOCK / columns * steps * L::PLANES[0];
         assert!(self.from.len() > Steps::<L, BLOCK>::spread(bytes - 1) && self.to.len() == BLOCK / 2 * LINE);
         let (mut from, mut to) = (self.from.as_ptr(), self.to.as_mut_ptr());
+        let mut small = self.scales.small;
         for _ in 0..BLOCK / columns {
             let at = self.scales.take(columns, record);
             let at = self.scales.bytes(at, record).as_ptr();
@@ -702,23 +748,35 @@ impl<L: Floats, const GROUPS: bool> Job for WidenFloats<'_, '_, L, GROUPS> {
                 // 255 is infinite so far: times 0 it is NaN.
                 scale = isa.mul_add(scale, isa.zero(), scale);
             }
-            let scale = isa.plain_nan(scale);
-            for _ in 0..steps {
-                // SAFETY: the bytes of all steps, as said above.
-                let operands = unsafe { L::operands::<I, BLOCK>(isa, table, [from; 2], 0) };
-                from = from.wrapping_add(Steps::<L, BLOCK>::spread(L::PLANES[0]));
-                for &v in &operands[..L::OPERANDS] {
-                    let (mut even, mut odd) = (isa.as_f32(isa.up::<16>(v)), isa.as_f32(isa.and(v, isa.splat(!0xffff))));
-                    if L::FP8 {
-                        // First, as a scale that large would be infinite.
-                        let up = isa.splat_f32(I::FP8_UP);
-                        (even, odd) = (isa.mul(even, up), isa.mul(odd, up));
+            scale = isa.plain_nan(scale);
+            // What FP8 lacks goes with scales, but for those so large that they would be infinite.
+            let with_scale = L::FP8 && isa.largest(isa.as_int(isa.abs(scale))) < LARGE_SCALE;
+            let up = isa.splat_f32(I::FP8_UP);
+            if with_scale {
+                scale = isa.mul(scale, up);
+            }
+            macro_rules! widen {
+                ($up:literal) => {
+                    for _ in 0..steps {
+                        // SAFETY: the bytes of all steps, as said above.
+                        let operands = unsafe { told_operands::<I, L, BLOCK>(isa, table, [from; 2], 0, small) };
+                        small >>= 1;
+                        from = from.wrapping_add(Steps::<L, BLOCK>::spread(L::PLANES[0]));
+                        for &v in &operands[..L::OPERANDS] {
+                            let (even, odd) = (isa.as_f32(isa.up::<16>(v)), isa.as_f32(isa.and(v, isa.splat(!0xffff))));
+                            let (even, odd) = if $up { (isa.mul(even, up), isa.mul(odd, up)) } else { (even, odd) };
+                            let scaled = isa.bf16_pairs(isa.mul(even, scale), isa.mul(odd, scale));
+                            // SAFETY: as many lines as there are pairs of columns, as said above.
+                            unsafe { isa.store(to, scaled) };
+                            to = to.wrapping_add(LINE);
+                        }
                     }
-                    (even, odd) = (isa.mul(even, scale), isa.mul(odd, scale));
-                    // SAFETY: as many lines as there are pairs of columns, as said above.
-                    unsafe { isa.store(to, isa.bf16_pairs(even, odd)) };
-                    to = to.wrapping_add(LINE);
-                }
+                };
+            }
+            if with_scale || !L::FP8 {
+                widen!(false);
+            } else {
+                widen!(true);
             }
         }
     }

@@ -15,7 +15,7 @@ use kt_core::{Format, Group};
 use crate::ahead::{Ahead, Later, Level};
 use crate::blocks::{ASK, Blocks, Decode, Direct, Row};
 use crate::isa::{Isa, Job, Ports, most_stream_rows, stream_rows};
-use crate::layout::{CHUNK, LINE, Layout, MOST_PANELS, PANEL, SUPER, panels, spread};
+use crate::layout::{BITS, CHUNK, LINE, Layout, MOST_PANELS, PANEL, SUPER, panels, spread};
 use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
     Nibbles, NoScale, Scale, Scales, Summed, Unpack, Widen, WidenFloats,
@@ -55,6 +55,8 @@ pub trait Path<I: Isa> {
     const IN_WORDS: bool = false;
     /// Whether lines are operands.
     const LIGHT: bool;
+    /// Whether lines are BF16 numbers that become F32 beside products.
+    const WIDENS: bool = false;
     /// Whether weights have scales of groups.
     const GROUPED: bool;
     /// The most rows that stream.
@@ -131,9 +133,13 @@ macro_rules! stream_shapes {
 const fn stream_panels<I: Isa, K: Path<I>>(rows: usize) -> usize {
     let (bundle, planes) = (K::Lines::BUNDLE, K::Lines::PLANES);
     match rows {
+        // Each panel reads the inputs of all rows, which as F32 are soon more than the first level has room for.
+        2..=4 if K::WIDENS && I::LARGE && !I::TILES => 4,
+        2..=4 if K::WIDENS && I::LARGE => 2,
+        5..=8 if K::WIDENS && I::LARGE && !I::TILES => 2,
         _ if K::LIGHT && !K::GROUPED => 1,
         1 | 2 if I::LARGE && bundle == 2 => 2,
-        2 | 3 if I::LARGE && bundle == 4 && I::TILES => 2,
+        2..=6 if I::LARGE && bundle == 4 && I::TILES => 2,
         // Scales of groups are among the blocks of such formats, unless groups do not divide a block.
         _ if I::LARGE && (K::LIGHT || rows <= K::ONE_STREAM) => 1,
         2.. if I::TILES => 1,
@@ -163,12 +169,12 @@ fn taller<I: Isa>(isa: I) -> bool {
 
 /// Whether tiles of many rows widen BF16 lines to meet F32 inputs.
 const fn widens_in_tile<I: Isa, L: Floats>() -> bool {
-    L::BF16 && L::OPERANDS == 1 && I::INPUT_BYTES > 2
+    L::BF16 && L::OPERANDS == 1 && I::INPUT_BYTES > 2 && !I::TILES
 }
 
 /// Whether FP8 codes become operands in tiles of many rows as in those of few: shifts are done beside products.
 const fn shifts_in_tile<I: Isa, L: Floats>() -> bool {
-    L::FP8 && I::FP8_NORMAL && I::LARGE && !I::TILES
+    L::FP8 && I::FP8_NORMAL && I::INPUT_BYTES == 2 && !I::TILES
 }
 
 /// Whether codes in nibbles that are looked up may be so in tiles of many rows. What that takes beside products without VBMI is on the ports of what scales that are powers
@@ -184,6 +190,14 @@ const UNPACKED_NIBBLES: usize = 48;
 /// Whether tiles of many rows are those of `words.rs`, as scales are words.
 const fn words_of_type<I: Isa, S: Scale>() -> bool {
     I::LARGE && I::VNNI && !I::TILES && S::WORDS > 0
+}
+
+/// BF16 numbers as F32.
+#[inline(always)]
+fn widen(from: &[u8], to: &mut [u8]) {
+    for (to, from) in to.as_chunks_mut::<4>().0.iter_mut().zip(from.as_chunks::<2>().0) {
+        *to = (u32::from(u16::from_le_bytes(*from)) << 16).to_le_bytes();
+    }
 }
 
 /// How many tiles pass over cached lines, with rows that differ by one at most, and `most` of them at best: such that have too few rows are not
@@ -297,6 +311,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     type Words = Self;
     const INTEGERS: bool = false;
     const LIGHT: bool = L::OPERANDS == 1;
+    const WIDENS: bool = L::BF16 && L::OPERANDS == 1 && I::INPUT_BYTES > 2;
     const GROUPED: bool = scaled::span(SCALED).1 > 0;
     const STREAM_ROWS: usize = match I::TILES || widens_in_tile::<I, L>() {
         true => stream_rows(I::LARGE),
@@ -305,7 +320,10 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     const ONE_STREAM: usize = 0;
     const SCALED_BLOCKS: usize = 1;
     // Lines that are operands are widened in the tile: layers of BF16 are 4 to 8 % slower at 32 rows else, and 2 % faster at 64.
-    const WIDENED: usize = if L::BF16 && L::OPERANDS > 1 && I::LARGE && I::INPUT_BYTES > 2 { 2 } else { 1 };
+    const WIDENED: usize = match L::BF16 && L::OPERANDS > 1 && I::LARGE && I::INPUT_BYTES > 2 {
+        true if !I::TILES => 2,
+        _ => 1,
+    };
     const ASKS: usize = match L::BF16 && <Self as Path<I>>::WIDENED == 1 {
         _ if I::TILES => 1,
         true if shifts_in_tile::<I, L>() => scaled::asks(SCALED, BLOCK / 4),
@@ -677,12 +695,26 @@ impl Product<'_> {
             let panels = stream_panels::<I, K>(n);
             let (lines_at, scales_at) = (layout.lines_at(0), scales_at(0));
             let ahead = Ahead::of(n, panels, K::INTEGERS, layout.bundle);
+            let mut rows = (inputs, input_stride, block_bytes);
+            if const { I::TILES } {
+                // Of weights that are BF16 numbers, as no others stream there.
+                assert!(self.inputs.layout() == InputLayout::Bf16);
+                let widened = self.scratch.panel.get(layout.blocks * n * BLOCK * I::INPUT_BYTES);
+                for (to, from) in widened.chunks_exact_mut(n * BLOCK * I::INPUT_BYTES).zip(inputs.chunks(input_stride))
+                {
+                    widen(&from[..n * block_bytes], to);
+                }
+                rows = (widened, n * BLOCK * I::INPUT_BYTES, BLOCK * I::INPUT_BYTES);
+            }
             while done < width {
                 let at = panel_at(done);
                 let tile = Tile {
                     weights: lines_at.map(|line| from(at, line)),
                     after: following(done + panels * PANEL).0,
                     ahead,
+                    inputs: rows.0,
+                    input_stride: rows.1,
+                    row_bytes: rows.2,
                     out: &mut self.out[done..],
                     width: (width - done).min(panels * PANEL),
                     ..part(at, 0, layout.blocks, scales_at)
@@ -753,6 +785,7 @@ impl Product<'_> {
                             left: scales.1,
                             group,
                             above: 0,
+                            small: 0,
                             zero: self.zero,
                         };
                         for (block, to) in (start..).zip(to.chunks_exact_mut(operand_block)) {
@@ -763,6 +796,11 @@ impl Product<'_> {
                                 from(at, apart).get(p * stride..).unwrap_or_default(),
                             ];
                             scales.above = layout.supers_at + block * BLOCK / SUPER * layout.super_record;
+                            if const { K::Lines::TOLD } {
+                                let bits =
+                                    scales.panel[spread(layout.supers_at + block * BITS, step)..].first_chunk::<BITS>();
+                                scales.small = u32::from_le_bytes(*bits.expect("packed otherwise"));
+                            }
                             K::unpack(isa, lines, &mut scales, to);
                             if (block + 1) & (layout.unit - 1) == 0 {
                                 scales.record += layout.record_skip();

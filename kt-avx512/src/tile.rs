@@ -1009,7 +1009,7 @@ pub(crate) mod scaled {
 /// Floating-point weights x inputs of [`Isa::INPUT_BYTES`] (BF16 weights), or F32. Those with scales are FP8, or were integers.
 ///
 /// FP8 lines that were not unpacked become operands by [`Isa::fp8_shifted`]; with [`Isa::FP8_NORMAL`] not those that have small codes, as their bits say.
-/// With F32 inputs, what these lack is multiplied with inputs or with weights, whichever are fewer. Sums are the same bit for bit, as are those of unpacked lines: of the same exact products over
+/// Without it, what these lack is multiplied with inputs or with weights, whichever are fewer. Sums are the same bit for bit, as are those of unpacked lines: of the same exact products over
 /// [`Isa::FP8_UP`]. But inputs beyond 2^47 become infinite, and so are the totals, or NaN: then weights are multiplied after all.
 pub(crate) struct FloatTile<'a, L, const SCALED: u8, const STREAM: bool, const R: usize, const P: usize> {
     pub tile: Tile<'a>,
@@ -1022,7 +1022,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
     #[inline(always)]
     fn go<I: Isa>(mut self, isa: I) {
         // Registers: of inputs, one for each of 4 columns of a row; of weights, 4 or 8 for each panel.
-        if const { STREAM && scaled::fp8(SCALED) && !I::FP8_NORMAL && R < if I::LARGE { P } else { 2 * P } } {
+        if const { STREAM && scaled::fp8(SCALED) && !I::FP8_NORMAL && R < 2 * P } {
             assert!(self.tile.row_tiles == 1);
             let total = self.total_asked::<I, true>(isa, 0);
             let mut beyond = isa.zero();
@@ -1097,7 +1097,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
 
     /// Whether lines with small codes, which are zeros and subnormal ones, are told from others.
     const fn flagged<I: Isa>() -> bool {
-        L::FP8 && I::FP8_NORMAL
+        L::TOLD && I::FP8_NORMAL
     }
 
     /// Where the bits of a block's lines are in a panel.
@@ -1238,7 +1238,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         if const { L::SUMMED } {
             return self.total_of_sums(isa);
         }
-        let shifted = const { STREAM && scaled::fp8(SCALED) && !I::FP8_NORMAL && (R <= 4 || !I::LARGE) };
+        let shifted = const { STREAM && scaled::fp8(SCALED) && !I::FP8_NORMAL };
         let (number, per_operand) = if L::BF16 { (I::INPUT_BYTES, 2) } else { (4, 1) };
         let input_bytes = BLOCK * number;
         let block_bytes = [BLOCK / per_operand / L::OPERANDS * LINE, 0];

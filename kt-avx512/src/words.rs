@@ -56,7 +56,7 @@ fn unpack<I: Isa, L: Codes, const G: usize>(isa: I, layout: &Layout, panel: &[u8
     let [lines, apart] = layout.lines_at(block);
     let from =
         [panel.get(spread(lines, step)..).unwrap_or_default(), panel.get(spread(apart, step)..).unwrap_or_default()];
-    let scales = &mut Scales { panel, step, record: 0, left: 0, group: 0, above: 0, zero: 0 };
+    let scales = &mut Scales { panel, step, record: 0, left: 0, group: 0, above: 0, small: 0, zero: 0 };
     Unpack::<L, NoScale, G, false> { from, scales, to, kind: PhantomData }.go(isa);
 }
 
@@ -92,6 +92,7 @@ impl<L: Codes, S: Scale, const G: usize, const WG: usize, const UNPACK: bool> Jo
             left: group - start * BLOCK % group,
             group,
             above: 0,
+            small: 0,
             zero: self.zero,
         };
         let lines = lines_of(S::MINIMA);

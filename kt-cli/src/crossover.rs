@@ -4,7 +4,7 @@
 //! ```text
 //! kt 0.1.0: from how many rows of an expert on AMX tiles are used
 //! cpu Intel(R) Xeon(R) Platinum 8480+
-//! int8=12 many=48 bf16=5
+//! int8=12 many=48 bf16=5 fp8=7
 //! ```
 
 use std::io::{ErrorKind, Read};
@@ -115,7 +115,7 @@ mod tests {
         let dir = std::env::temp_dir().join(format!("kt-crossover-{}", std::process::id()));
         let path = dir.join("deep/amx-crossover");
         assert_eq!(read(&path, &here), Ok(None));
-        let of = Crossover { int8: 17, many: 60, bf16: 31 };
+        let of = Crossover { int8: 17, many: 60, bf16: 31, fp8: 32 };
         write(&path, &here, of).unwrap();
         assert_eq!(read(&path, &here), Ok(Some(of)));
         write(&path, &here, Crossover::default()).unwrap();

@@ -4,10 +4,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{
-    Bits, FP8_UP, Grid, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, load_points, ops, run_with, same_code, sum8,
-    token,
-};
+use super::{Bits, Grid, Isa, fp8_bits, largest8, least_sum8, load_points, ops, run_with, same_code, sum8, token};
 
 token!(
     /// AVX2, FMA, F16C.
@@ -43,6 +40,12 @@ macro_rules! each {
         ]
     };
 }
+
+/// See [`Isa::FP8_UP`].
+const FP8_UP: f32 = f32::from_bits((127 + 40) << 23);
+
+/// See [`Isa::pair_up`].
+const PAIR_UP: f32 = f32::from_bits((127 + 80) << 23);
 
 /// The first `n` of the 8 lanes from `from` on.
 ///

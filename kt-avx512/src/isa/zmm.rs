@@ -4,10 +4,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{
-    Bits, FP8_UP, Grid, Isa, PAIR_UP, fp8_bits, largest8, least_sum8, load_points, ops, run_with, same_code, sum8,
-    token,
-};
+use super::{Bits, Grid, Isa, fp8_bits, largest8, least_sum8, load_points, ops, run_with, same_code, sum8, token};
 use crate::tile::Tile;
 use crate::tiled::{TileProduct, TileUnit};
 use crate::words::Kind;
@@ -40,8 +37,9 @@ macro_rules! common {
     () => {
         type Int = __m512i;
         type Flt = __m512;
-        type Fp8Table = [__m512i; 4];
         const LARGE: bool = true;
+        const FP8_UP: f32 = FP8_UP;
+        const FP8_NORMAL: bool = true;
 
         #[inline(always)]
         unsafe fn load(self, p: *const u8) -> __m512i {
@@ -300,6 +298,11 @@ macro_rules! common {
                 [_mm512_and_si512(v, low), _mm512_and_si512(_mm512_srli_epi16::<4>(v), low)]
             }}
             fn lookup(self, table: __m512i, v: __m512i) -> __m512i { _mm512_shuffle_epi8(table, v) }
+            // Not on the ports that lookups in two registers share with products on some CPUs.
+            fn fp8_shifted(self, codes: __m512i) -> [__m512i; 2] {{
+                let zero = _mm512_setzero_si512();
+                [fp8_bf16(_mm512_unpacklo_epi8(zero, codes)), fp8_bf16(_mm512_unpackhi_epi8(zero, codes))]
+            }}
             fn f16_halves(self, v: __m512i) -> [__m512; 2] {
                 [
                     _mm512_cvtph_ps(_mm512_castsi512_si256(v)),
@@ -501,8 +504,8 @@ macro_rules! bytes_by_vnni {
 macro_rules! widened_bf16 {
     () => {
         type Pair = [__m512; 2];
+        type Fp8Table = __m512i;
         const INPUT_BYTES: usize = 4;
-        const FP8_UP: f32 = FP8_UP;
 
         #[inline(always)]
         unsafe fn load_pair(self, p: *const u8) -> [__m512; 2] {
@@ -519,44 +522,18 @@ macro_rules! widened_bf16 {
                 let odd = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(0xffff_0000_u32 as i32)));
                 _mm512_fmadd_ps(odd, x[1], _mm512_fmadd_ps(even, x[0], acc))
             }}
-            fn fp8_to_bf16(self, table: [__m512i; 4], codes: __m512i) -> [__m512i; 2] {{
-                let zero = _mm512_setzero_si512();
-                let [low, high] = [_mm512_unpacklo_epi8(codes, zero), _mm512_unpackhi_epi8(codes, zero)];
-                [fp8_words(table, low), fp8_words(table, high)]
-            }}
-            // A code in the high byte of a word, its sign copied down to bit 11 of the moved bits, and masked off but for bit 15.
-            fn fp8_shifted(self, codes: __m512i) -> [__m512i; 2] {{
-                let (zero, mask) = (_mm512_setzero_si512(), _mm512_set1_epi16(0x87f0_u16 as i16));
-                let [low, high] = [_mm512_unpacklo_epi8(zero, codes), _mm512_unpackhi_epi8(zero, codes)];
+            fn fp8_to_bf16(self, table: __m512i, codes: __m512i) -> [__m512i; 2] {{
                 [
-                    _mm512_and_si512(_mm512_srai_epi16::<4>(low), mask),
-                    _mm512_and_si512(_mm512_srai_epi16::<4>(high), mask),
+                    fp8_words(table, _mm512_unpacklo_epi8(codes, codes)),
+                    fp8_words(table, _mm512_unpackhi_epi8(codes, codes)),
                 ]
-            }}
-            fn pair_up(self, x: [__m512; 2]) -> [__m512; 2] {{
-                let up = _mm512_set1_ps(PAIR_UP);
-                [_mm512_mul_ps(x[0], up), _mm512_mul_ps(x[1], up)]
-            }}
-            fn dot_up(self, acc: __m512, w: __m512i, x: [__m512; 2]) -> __m512 {{
-                let (high, up) = (_mm512_set1_epi32(0xffff_0000_u32 as i32), _mm512_set1_ps(PAIR_UP));
-                let even = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(w)), up);
-                let odd = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(w, high)), up);
-                _mm512_fmadd_ps(odd, x[1], _mm512_fmadd_ps(even, x[0], acc))
             }}
         }
 
         #[inline(always)]
-        fn fp8_table(self) -> [__m512i; 4] {
-            let [a, b, c, d] = &FP8_WORDS;
-            // SAFETY: each table is 64 bytes long.
-            unsafe {
-                [
-                    self.load(a.as_ptr().cast()),
-                    self.load(b.as_ptr().cast()),
-                    self.load(c.as_ptr().cast()),
-                    self.load(d.as_ptr().cast()),
-                ]
-            }
+        fn fp8_table(self) -> __m512i {
+            // SAFETY: the table is 64 bytes long.
+            unsafe { self.load(FP8_SMALL.as_ptr().cast()) }
         }
     };
 }
@@ -596,9 +573,8 @@ macro_rules! lookups_by_vbmi {
 macro_rules! bf16_pairs {
     () => {
         type Pair = __m512i;
+        type Fp8Table = [__m512i; 4];
         const INPUT_BYTES: usize = 2;
-        const FP8_UP: f32 = BF16_FP8_UP;
-        const FP8_NORMAL: bool = true;
 
         #[inline(always)]
         unsafe fn load_pair(self, p: *const u8) -> __m512i {
@@ -629,19 +605,6 @@ macro_rules! bf16_pairs {
                 let high = _mm512_ternarylogic_epi32::<0xf8>(high, codes, _mm512_set1_epi8(-128));
                 [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
             }}
-            // As without BF16 instructions, and an exponent of 112 more: 0xea = a & b | c. On the ports beside those of products, where lookups in two
-            // registers take these, too.
-            fn fp8_shifted(self, codes: __m512i) -> [__m512i; 2] {{
-                let zero = _mm512_setzero_si512();
-                let (mask, up) = (_mm512_set1_epi16(0x87f0_u16 as i16), _mm512_set1_epi16(112 << 7));
-                let [low, high] = [_mm512_unpacklo_epi8(zero, codes), _mm512_unpackhi_epi8(zero, codes)];
-                [
-                    _mm512_ternarylogic_epi32::<0xea>(_mm512_srai_epi16::<4>(low), mask, up),
-                    _mm512_ternarylogic_epi32::<0xea>(_mm512_srai_epi16::<4>(high), mask, up),
-                ]
-            }}
-            fn pair_up(self, x: __m512i) -> __m512i { x }
-            fn dot_up(self, acc: __m512, w: __m512i, x: __m512i) -> __m512 { self.dot_bf16(acc, w, x) }
         }
     };
 }
@@ -694,7 +657,7 @@ unsafe impl<U: TileUnit> Isa for Tiled<U> {
     common!();
     bytes_by_vnni!();
     lookups_by_vbmi!();
-    bf16_pairs!();
+    widened_bf16!();
 
     type ForInt8 = Self;
     type ForLookups = Self;
@@ -740,10 +703,10 @@ unsafe impl<U: TileUnit> Isa for Tiled<U> {
 
     ops! {
         // Two F32 products, and not one of `vdpbf16ps` for each sum: those take more than two cycles each on CPUs with tiles (Emerald Rapids).
-        fn dot_chains(self, acc: [__m512; 2], w: __m512i, x: __m512i) -> [__m512; 2] {{
-            let first = |v| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(v));
-            let second = |v| _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(SECOND)));
-            [_mm512_fmadd_ps(first(w), first(x), acc[0]), _mm512_fmadd_ps(second(w), second(x), acc[1])]
+        fn dot_chains(self, acc: [__m512; 2], w: __m512i, x: [__m512; 2]) -> [__m512; 2] {{
+            let first = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(w));
+            let second = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(SECOND)));
+            [_mm512_fmadd_ps(first, x[0], acc[0]), _mm512_fmadd_ps(second, x[1], acc[1])]
         }}
         fn end_chains(self, sum: __m512, chains: [__m512; 2]) -> __m512 {
             flush(_mm512_add_ps(sum, flush(_mm512_add_ps(chains[0], chains[1]))))
@@ -777,43 +740,58 @@ unsafe fn flush(v: __m512) -> __m512 {
     }
 }
 
-/// 32 E4M3 codes, widened to words, as BF16.
+/// 32 normal E4M3 codes, each in the high byte of a word, as BF16 over [`FP8_UP`]: the sign is copied down to where the exponent will have three
+/// bits more, which are set then, as 112 of its bias are to be made up for. Low bytes may hold anything.
 ///
 /// # Safety
 /// The CPU has AVX-512 F and BW.
 #[inline(always)]
-unsafe fn fp8_words(table: [__m512i; 4], c: __m512i) -> __m512i {
+unsafe fn fp8_bf16(codes: __m512i) -> __m512i {
+    /// Of three bits, the last one, or both of the others.
+    const BOTH_OR: i32 = 0xea;
     // SAFETY: the instructions by the caller's promise; registers only.
     unsafe {
-        // An index has 6 bits; bit 6 of the code picks the half of the table, bit 7 is the sign.
-        let low = _mm512_permutex2var_epi16(table[0], c, table[1]);
-        let high = _mm512_permutex2var_epi16(table[2], c, table[3]);
-        let magnitude = _mm512_mask_mov_epi16(low, _mm512_test_epi16_mask(c, _mm512_set1_epi16(64)), high);
-        let sign = _mm512_slli_epi16::<8>(_mm512_and_si512(c, _mm512_set1_epi16(128)));
-        _mm512_or_si512(magnitude, sign)
+        let (mask, up) = (_mm512_set1_epi16(0x87f0_u16 as i16), _mm512_set1_epi16(112 << 7));
+        _mm512_ternarylogic_epi32::<BOTH_OR>(_mm512_srai_epi16::<4>(codes), mask, up)
     }
 }
 
-/// [`fp8_bits`] of the non-negative codes, over [`FP8_UP`], in four registers of words.
-static FP8_WORDS: [[u16; 32]; 4] = {
-    let mut t = [[0; 32]; 4];
+/// 32 E4M3 codes, each in both bytes of a word, as BF16 over [`FP8_UP`].
+///
+/// # Safety
+/// The CPU has AVX-512 F and BW.
+#[inline(always)]
+unsafe fn fp8_words(small: __m512i, codes: __m512i) -> __m512i {
+    // SAFETY: the instructions by the caller's promise; registers only.
+    unsafe {
+        // Without an exponent the last five bits, all that an index has, are the mantissa.
+        let tiny = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
+        let sign = _mm512_and_si512(codes, _mm512_set1_epi16(i16::MIN));
+        let subnormal = _mm512_or_si512(_mm512_permutexvar_epi16(codes, small), sign);
+        _mm512_mask_mov_epi16(fp8_bf16(codes), tiny, subnormal)
+    }
+}
+
+/// What [`fp8_words`] makes of zeros and subnormal codes, less their sign.
+static FP8_SMALL: [u16; 32] = {
+    let mut t = [0; 32];
     let mut i = 0;
-    while i < 128 {
-        t[i / 32][i % 32] = fp8_bits(i, FP8_UP);
+    while i < 8 {
+        t[i] = fp8_bits(i, FP8_UP);
         i += 1;
     }
     t
 };
 
 /// See [`Isa::FP8_UP`].
-const BF16_FP8_UP: f32 = 256.0;
+const FP8_UP: f32 = 256.0;
 
-/// [`fp8_bits`] of the non-negative codes, over [`BF16_FP8_UP`], in registers of bytes: two of low bytes, two of high bytes.
+/// [`fp8_bits`] of the non-negative codes, over [`FP8_UP`], in registers of bytes: two of low bytes, two of high bytes.
 static FP8_BYTES: [[u8; 64]; 4] = {
     let mut t = [[0; 64]; 4];
     let mut i = 0;
     while i < 128 {
-        let bits = fp8_bits(i, BF16_FP8_UP);
+        let bits = fp8_bits(i, FP8_UP);
         t[i / 64][i % 64] = bits as u8;
         t[2 + i / 64][i % 64] = (bits >> 8) as u8;
         i += 1;
