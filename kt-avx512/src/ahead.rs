@@ -12,7 +12,7 @@
 //! | AMD Zen 4 | other panels, one at a time, up to four rows | to the first level, past the others | 4 KiB |
 //! | AMD Zen 3 | integers and bundles; several panels, part of a bundle, or five rows and more | to the second level | 8 KiB |
 //! | AMD Zen 3 | other panels, one at a time, up to four rows | to the first level, past the others | 4 KiB |
-//! | Intel, by an Emerald Rapids Xeon | any | to the second level | 4 KiB; 8 KiB from five rows on |
+//! | Intel, by an Emerald Rapids Xeon | any | to the second level, then to the first | 8 KiB, then 2 KiB |
 //! | others | with AVX-512 as Zen 4, else as Zen 3; not measured | | |
 
 #![allow(unsafe_code)] // hints, and what the CPU is
@@ -52,11 +52,24 @@ pub(crate) fn ports() -> Ports {
 const AMD: &[u8; 12] = b"AuthenticAMD";
 const INTEL: &[u8; 12] = b"GenuineIntel";
 
+/// Where weights that stream are asked for to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum To {
+    /// The second level.
+    Second,
+    /// The first one, past the others.
+    First,
+    /// The second level, and the first one when they are due [`NEAR`] bytes later.
+    Both,
+}
+
+/// See [`To::Both`]; over all panels of a tile.
+const NEAR: usize = 2 << 10;
+
 /// How a tile asks for lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ahead {
-    /// To the second level; else to the first one only.
-    second: bool,
+    to: To,
     /// Bytes ahead of use, over all panels of a tile; past the end of a panel, in the panels that come next. 0: of the line itself, which asks for
     /// nothing.
     pub(crate) bytes: usize,
@@ -64,7 +77,7 @@ pub struct Ahead {
 
 impl Ahead {
     /// For lines that are in the cache.
-    pub(crate) const NONE: Ahead = Ahead { second: true, bytes: 0 };
+    pub(crate) const NONE: Ahead = Ahead { to: To::Second, bytes: 0 };
 
     /// For tiles of so many rows and panels, of `integers` or other numbers, where so many panels take turns.
     pub(crate) fn of(rows: usize, panels: usize, integers: bool, bundle: usize) -> Ahead {
@@ -76,24 +89,34 @@ impl Ahead {
         // Lines of one panel of a bundle are not one after the other.
         let part = panels < bundle;
         let in_order = !part && (integers && panels == 1 && rows <= 4 || panels == bundle && bundle > 1 && rows <= 2);
-        let (second, kib) = match cpu {
-            Cpu::Zen5 => (false, if rows > 2 { 8 } else { 4 }),
-            Cpu::Intel => (true, if rows > 4 { 8 } else { 4 }),
-            Cpu::Other if in_order => (true, 0),
-            Cpu::Zen3 | Cpu::Other if in_order || part || panels > 1 || rows > 4 => (true, 8),
-            Cpu::Zen3 | Cpu::Other => (false, 4),
+        let (to, kib) = match cpu {
+            Cpu::Zen5 => (To::First, if rows > 2 { 8 } else { 4 }),
+            Cpu::Intel => (To::Both, 8),
+            Cpu::Other if in_order => (To::Second, 0),
+            Cpu::Zen3 | Cpu::Other if in_order || part || panels > 1 || rows > 4 => (To::Second, 8),
+            Cpu::Zen3 | Cpu::Other => (To::First, 4),
         };
-        Ahead { second, bytes: kib << 10 }
+        Ahead { to, bytes: kib << 10 }
     }
 
-    /// Hints that the line at `p` will be read soon, and once; any address will do.
+    /// Hints that what is at `p`, but is no line of weights, will be read soon; any address will do.
     #[inline(always)]
     pub(crate) fn ask(self, p: *const u8) {
-        if self.second {
+        if self.to == To::First { prefetch_past(p) } else { prefetch_later(p) }
+    }
+
+    /// Hints that the line that is `ahead` bytes from the one at `line` will be read soon, and once; `panels` of them are read by turns, each elsewhere. Any
+    /// address will do.
+    #[inline(always)]
+    pub(crate) fn ask_line(self, line: *const u8, ahead: usize, panels: usize) {
+        let p = line.wrapping_add(ahead);
+        if self.to == To::Second {
             prefetch_later(p);
+        } else if self.to == To::First {
+            prefetch_past(p);
         } else {
-            // SAFETY: prefetching faults at no address, and SSE is part of x86-64.
-            unsafe { _mm_prefetch::<_MM_HINT_NTA>(p.cast()) }
+            prefetch_later(p);
+            prefetch_now(line.wrapping_add(NEAR / panels));
         }
     }
 }
@@ -218,6 +241,13 @@ pub(crate) fn prefetch_later(p: *const u8) {
     unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
 }
 
+/// Hints that the line at `p` will be read soon, from the first level, and once; any address will do.
+#[inline(always)]
+fn prefetch_past(p: *const u8) {
+    // SAFETY: as above.
+    unsafe { _mm_prefetch::<_MM_HINT_NTA>(p.cast()) }
+}
+
 /// Hints that the line at `p` will be read now, from the first level; any address will do.
 #[inline(always)]
 pub(crate) fn prefetch_now(p: *const u8) {
@@ -246,20 +276,21 @@ mod tests {
 
     #[test]
     fn the_hint_is_as_the_table_says() {
-        // Rows, panels, integers, panels that take turns; to the second level and KiB ahead on Zen 5, Intel, Zen 3 and Zen 4.
+        use To::{Both, First, Second};
+        // Rows, panels, integers, panels that take turns; to which level, and KiB ahead, on Zen 5, Intel, Zen 3 and Zen 4.
         for ((rows, panels, integers, bundle), hints) in [
-            ((1, 1, true, 1), [(false, 4), (true, 4), (true, 8), (true, 0)]),
-            ((4, 1, true, 1), [(false, 8), (true, 4), (true, 8), (true, 0)]),
-            ((8, 1, true, 1), [(false, 8), (true, 8), (true, 8), (true, 8)]),
-            ((2, 1, false, 1), [(false, 4), (true, 4), (false, 4), (false, 4)]),
-            ((2, 4, false, 4), [(false, 4), (true, 4), (true, 8), (true, 0)]),
-            ((4, 4, false, 4), [(false, 8), (true, 4), (true, 8), (true, 8)]),
-            ((3, 1, true, 2), [(false, 8), (true, 4), (true, 8), (true, 8)]),
-            ((3, 1, false, 4), [(false, 8), (true, 4), (true, 8), (true, 8)]),
-            ((1, 4, true, 1), [(false, 4), (true, 4), (true, 8), (true, 8)]),
+            ((1, 1, true, 1), [(First, 4), (Both, 8), (Second, 8), (Second, 0)]),
+            ((4, 1, true, 1), [(First, 8), (Both, 8), (Second, 8), (Second, 0)]),
+            ((8, 1, true, 1), [(First, 8), (Both, 8), (Second, 8), (Second, 8)]),
+            ((2, 1, false, 1), [(First, 4), (Both, 8), (First, 4), (First, 4)]),
+            ((2, 4, false, 4), [(First, 4), (Both, 8), (Second, 8), (Second, 0)]),
+            ((4, 4, false, 4), [(First, 8), (Both, 8), (Second, 8), (Second, 8)]),
+            ((3, 1, true, 2), [(First, 8), (Both, 8), (Second, 8), (Second, 8)]),
+            ((3, 1, false, 4), [(First, 8), (Both, 8), (Second, 8), (Second, 8)]),
+            ((1, 4, true, 1), [(First, 4), (Both, 8), (Second, 8), (Second, 8)]),
         ] {
-            for (cpu, (second, kib)) in [Cpu::Zen5, Cpu::Intel, Cpu::Zen3, Cpu::Other].into_iter().zip(hints) {
-                let expected = Ahead { second, bytes: kib << 10 };
+            for (cpu, (to, kib)) in [Cpu::Zen5, Cpu::Intel, Cpu::Zen3, Cpu::Other].into_iter().zip(hints) {
+                let expected = Ahead { to, bytes: kib << 10 };
                 assert_eq!(
                     Ahead::on(cpu, rows, panels, integers, bundle),
                     expected,

@@ -529,12 +529,13 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             // No loop: compilers would keep it.
             let bytes = L::PLANES[i];
             let (first, end) = ((step * bytes).div_ceil(LINE), ((step + 1) * bytes).div_ceil(LINE));
-            let at = |n: usize| line[i].wrapping_add(Steps::<L, XG>::spread(n * LINE)).wrapping_add(ahead[i]);
+            let at = |n: usize| line[i].wrapping_add(Steps::<L, XG>::spread(n * LINE));
+            let panels = if L::BUNDLE > 1 { 1 } else { P };
             if first < end {
-                t.ahead.ask(at(first));
+                t.ahead.ask_line(at(first), ahead[i], panels);
             }
             if first + 1 < end {
-                t.ahead.ask(at(first + 1));
+                t.ahead.ask_line(at(first + 1), ahead[i], panels);
             }
         }
     }
@@ -1245,6 +1246,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let (span, record) = scaled::span(SCALED);
         let scales = self.scales::<I>();
         let line_step = L::BUNDLE * LINE;
+        let panels = if L::BUNDLE > 1 { 1 } else { P };
         t.check(R, P, block_bytes, Reads { line_step, scales, input: input_bytes });
         if STREAM {
             t.ask_front::<P>();
@@ -1288,7 +1290,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                     }
                     if Self::flagged::<I>() {
                         for p in 0..if ASKS { P } else { 0 } {
-                            t.ahead.ask(line.wrapping_add(p * t.weight_stride).wrapping_add(ahead));
+                            t.ahead.ask_line(line.wrapping_add(p * t.weight_stride), ahead, panels);
                         }
                         let x = x.wrapping_add((s * span + j * L::OPERANDS * per_operand) * number);
                         // SAFETY: the next line of all panels, and its inputs of all rows, in bounds as said above.
@@ -1307,7 +1309,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                         for (p, w) in w.iter_mut().enumerate() {
                             let at = line.wrapping_add(p * t.weight_stride);
                             if ASKS {
-                                t.ahead.ask(at.wrapping_add(ahead));
+                                t.ahead.ask_line(at, ahead, panels);
                             }
                             // SAFETY: the next line of panel `p`, in bounds as said above.
                             *w = unsafe {
