@@ -601,7 +601,7 @@ mod x86 {
                     config = in(reg) &raw const TILES,
                     a = in(reg) a.as_ptr(),
                     b = in(reg) b.as_ptr(),
-                    row = in(reg) 64,
+                    row = in(reg) 64_usize,
                     left = inout(reg) $rounds.div_ceil(TILE_ROUNDS).max(1) => _,
                     out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
                     out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
