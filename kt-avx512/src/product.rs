@@ -167,9 +167,9 @@ fn taller<I: Isa>(isa: I) -> bool {
     I::LARGE && I::VNNI && !I::TILES && isa.ports() == Ports::Shared
 }
 
-/// Whether tiles of many rows widen BF16 lines to meet F32 inputs.
-const fn widens_in_tile<I: Isa, L: Floats>() -> bool {
-    L::BF16 && L::OPERANDS == 1 && I::INPUT_BYTES > 2 && !I::TILES
+/// Whether BF16 lines are widened to meet F32 inputs beside products: by tiles of many rows, too, but where these are for a tile unit.
+const fn widens<I: Isa, L: Floats>() -> bool {
+    L::BF16 && L::OPERANDS == 1 && I::INPUT_BYTES > 2
 }
 
 /// Whether FP8 codes become operands in tiles of many rows as in those of few: shifts are done beside products.
@@ -311,9 +311,9 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     type Words = Self;
     const INTEGERS: bool = false;
     const LIGHT: bool = L::OPERANDS == 1;
-    const WIDENS: bool = L::BF16 && L::OPERANDS == 1 && I::INPUT_BYTES > 2;
+    const WIDENS: bool = widens::<I, L>();
     const GROUPED: bool = scaled::span(SCALED).1 > 0;
-    const STREAM_ROWS: usize = match I::TILES || widens_in_tile::<I, L>() {
+    const STREAM_ROWS: usize = match I::TILES || widens::<I, L>() {
         true => stream_rows(I::LARGE),
         false => most_stream_rows(I::LARGE),
     };
@@ -336,7 +336,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         if I::TILES && L::BF16 {
             2 * TILE_ROWS
         } else if I::LARGE {
-            if widens_in_tile::<I, L>() { 8 } else { 12 }
+            if widens::<I, L>() { 8 } else { 12 }
         } else if L::BF16 {
             // One more, and sums of BF16 weights, which are widened, go to memory and back with every line.
             5
@@ -366,7 +366,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
         if const { I::TILES && L::BF16 } {
             tiled_rows::<I, SCALED>(isa, r, tile);
-        } else if const { I::LARGE && widens_in_tile::<I, L>() } {
+        } else if const { I::LARGE && widens::<I, L>() } {
             let kind = PhantomData;
             rows!(r, [4, 5, 6, 7, 8], isa.run(FloatTile::<L, SCALED, false, R, 2> { tile, kind }))
         } else if const { shifts_in_tile::<I, L>() } {
