@@ -10,6 +10,9 @@
 //!     and begin anew
 //! ```
 //!
+//! Operands are set to zero as soon as they are not needed any more: that takes no time, and what the core has for tiles is free for those that come next
+//! (`PERFORMANCE.md`: at times loads and products take four times as long otherwise).
+//!
 //! With 16 rows or fewer, the others are left out.
 
 #![allow(unsafe_code)] // kernel
@@ -17,7 +20,7 @@
 use std::arch::asm;
 use std::mem::offset_of;
 
-use kt_avx512::engine::{Asked, LINE, PANEL, SUMS_BYTES, TILE_PANELS, TILE_ROWS, TileProduct, TileUnit};
+use kt_avx512::engine::{Asked, LINE, PANEL, STEP_LINES, SUMS_BYTES, TILE_PANELS, TILE_ROWS, TileProduct, TileUnit};
 use kt_core::cpu::amx;
 use kt_core::cpu::amx::Refusal;
 
@@ -53,6 +56,16 @@ struct Config {
 const _: () = assert!(size_of::<Config>() == 64);
 
 impl Config {
+    /// Of up to 16 input rows with lines of panels that take turns: sums in tmm0 to tmm3, inputs in tmm4, lines in tmm5 to tmm7.
+    fn of_stream(rows: usize) -> Self {
+        let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+        for tile in 0..8 {
+            config.row_bytes[tile] = LINE as u16;
+            config.rows[tile] = if tile < 5 { rows } else { PANEL } as u8;
+        }
+        config
+    }
+
     fn new(rows: usize) -> Self {
         let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
         let halves = [rows.min(TILE_ROWS), rows.saturating_sub(TILE_ROWS)];
@@ -114,7 +127,7 @@ macro_rules! tiles {
     (
         $p:ident, $dot:literal,
         clear: [$($clear:literal),*], begin: [$($begin:literal),*],
-        step: [$($load:literal, [$($operands:literal),*]);*], write: [$($write:literal),*]
+        step: [$($load:literal, [$($operands:literal),*], [$($spent:literal),*]);*], write: [$($write:literal),*]
     ) => {{
         let mut call = Call {
             config: Config::new($p.rows),
@@ -181,7 +194,7 @@ macro_rules! tiles {
                 "add qword ptr [{call} + {ASKED}], 16",
                 "mov {steps}, qword ptr [{call} + {STEPS}]",
                 "4:",
-                $($load, $(concat!($dot, " ", $operands),)*)*
+                $($load, $(concat!($dot, " ", $operands),)* $(concat!("tilezero ", $spent),)*)*
                 "mov {half}, qword ptr [{call} + {ASKED_LINES}]",
                 "test {half}, {half}",
                 "jz 6f",
@@ -278,10 +291,10 @@ macro_rules! multiply {
                     "tileloadd tmm2, [{half} + {stride}]", "tileloadd tmm3, [{half} + {stride} + 64]"
                 ],
                 step: [
-                    "tileloadd tmm4, [{a0} + {row}]", [];
-                    "tileloadd tmm6, [{b0} + {line}]", ["tmm0, tmm4, tmm6"];
-                    "tileloadd tmm7, [{b1} + {line}]", ["tmm1, tmm4, tmm7"];
-                    "tileloadd tmm5, [{a1} + {row}]", ["tmm2, tmm5, tmm6", "tmm3, tmm5, tmm7"]
+                    "tileloadd tmm4, [{a0} + {row}]", [], [];
+                    "tileloadd tmm6, [{b0} + {line}]", ["tmm0, tmm4, tmm6"], [];
+                    "tileloadd tmm7, [{b1} + {line}]", ["tmm1, tmm4, tmm7"], ["tmm4"];
+                    "tileloadd tmm5, [{a1} + {row}]", ["tmm2, tmm5, tmm6", "tmm3, tmm5, tmm7"], ["tmm5", "tmm6", "tmm7"]
                 ],
                 write: [
                     "tilestored [{sums} + {sums_stride}], tmm0", "tilestored [{sums} + {sums_stride} + 64], tmm1",
@@ -293,9 +306,9 @@ macro_rules! multiply {
                 clear: ["tilezero tmm0", "tilezero tmm1"],
                 begin: ["tileloadd tmm0, [{at} + {stride}]", "tileloadd tmm1, [{at} + {stride} + 64]"],
                 step: [
-                    "tileloadd tmm4, [{a0} + {row}]", [];
-                    "tileloadd tmm6, [{b0} + {line}]", ["tmm0, tmm4, tmm6"];
-                    "tileloadd tmm7, [{b1} + {line}]", ["tmm1, tmm4, tmm7"]
+                    "tileloadd tmm4, [{a0} + {row}]", [], [];
+                    "tileloadd tmm6, [{b0} + {line}]", ["tmm0, tmm4, tmm6"], ["tmm6"];
+                    "tileloadd tmm7, [{b1} + {line}]", ["tmm1, tmm4, tmm7"], ["tmm4", "tmm7"]
                 ],
                 write: ["tilestored [{sums} + {sums_stride}], tmm0", "tilestored [{sums} + {sums_stride} + 64], tmm1"]
             ),
@@ -320,5 +333,115 @@ unsafe impl TileUnit for Unit {
             // Inputs are signed, weights are not.
             multiply!(p, "tdpbsud");
         }
+    }
+
+    #[inline(always)]
+    fn begin(self, rows: usize) {
+        // Registers would be configured wrongly, which is a trap.
+        assert!((1..=TILE_ROWS).contains(&rows));
+        let config = Config::of_stream(rows);
+        // SAFETY: `self` proves the instruction; a valid configuration.
+        unsafe { asm!("ldtilecfg [{config}]", config = in(reg) &config, options(nostack, readonly)) }
+    }
+
+    #[inline(always)]
+    fn clear(self) {
+        // SAFETY: `self` proves the instructions; the tiles are configured since `begin`.
+        unsafe {
+            asm!(
+                "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                options(nostack, nomem),
+            );
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load<const P: usize>(self, sums: *const u8) {
+        assert!(P == 1 || P == 4);
+        // SAFETY: sums are readable by the caller's promise; the tiles are configured since `begin`.
+        unsafe {
+            asm!(
+                "tileloadd tmm0, [{sums} + {row}]",
+                sums = in(reg) sums, row = in(reg) P * LINE, out("tmm0") _, options(nostack, readonly)
+            );
+            if P == 4 {
+                asm!(
+                    "tileloadd tmm1, [{sums} + {row} + {LINE}]",
+                    "tileloadd tmm2, [{sums} + {row} + 2 * {LINE}]",
+                    "tileloadd tmm3, [{sums} + {row} + 3 * {LINE}]",
+                    sums = in(reg) sums, row = in(reg) P * LINE, LINE = const LINE,
+                    out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    options(nostack, readonly),
+                );
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn step<const P: usize>(self, inputs: *const u8, row_stride: usize, lines: *const u8) {
+        assert!(P == 1 || P == 4);
+        // SAFETY: rows and lines are readable by the caller's promise; the tiles are configured, and have their sums, since `begin`: compilers have no
+        // instructions that touch them.
+        unsafe {
+            if P == 1 {
+                asm!(
+                    "tileloadd tmm4, [{inputs} + {row}]",
+                    "tileloadd tmm5, [{lines} + {line}]",
+                    "tdpbf16ps tmm0, tmm4, tmm5",
+                    "tilezero tmm4",
+                    "tilezero tmm5",
+                    inputs = in(reg) inputs, row = in(reg) row_stride, lines = in(reg) lines, line = in(reg) LINE,
+                    out("tmm0") _, out("tmm4") _, out("tmm5") _,
+                    options(nostack, readonly),
+                );
+            } else {
+                asm!(
+                    "tileloadd tmm4, [{inputs} + {row}]",
+                    "tileloadd tmm5, [{lines} + {line}]",
+                    "tdpbf16ps tmm0, tmm4, tmm5",
+                    "tilezero tmm5",
+                    "tileloadd tmm6, [{lines} + {line} + {STEP_LINES}]",
+                    "tdpbf16ps tmm1, tmm4, tmm6",
+                    "tilezero tmm6",
+                    "tileloadd tmm7, [{lines} + {line} + 2 * {STEP_LINES}]",
+                    "tdpbf16ps tmm2, tmm4, tmm7",
+                    "tilezero tmm7",
+                    "tileloadd tmm5, [{lines} + {line} + 3 * {STEP_LINES}]",
+                    "tdpbf16ps tmm3, tmm4, tmm5",
+                    "tilezero tmm4",
+                    "tilezero tmm5",
+                    inputs = in(reg) inputs, row = in(reg) row_stride, lines = in(reg) lines, line = in(reg) LINE,
+                    STEP_LINES = const STEP_LINES,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack, readonly),
+                );
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn write<const P: usize>(self, sums: *mut u8) {
+        assert!(P == 1 || P == 4);
+        // SAFETY: sums are writable by the caller's promise; the tiles are configured, and have their sums, since `begin`.
+        unsafe {
+            asm!("tilestored [{sums} + {row}], tmm0", sums = in(reg) sums, row = in(reg) P * LINE, options(nostack));
+            if P == 4 {
+                asm!(
+                    "tilestored [{sums} + {row} + {LINE}], tmm1",
+                    "tilestored [{sums} + {row} + 2 * {LINE}], tmm2",
+                    "tilestored [{sums} + {row} + 3 * {LINE}], tmm3",
+                    sums = in(reg) sums, row = in(reg) P * LINE, LINE = const LINE,
+                    options(nostack),
+                );
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn end(self) {
+        // SAFETY: `self` proves the instruction.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) }
     }
 }

@@ -13,6 +13,7 @@ use std::arch::x86_64::*;
 
 use kt_core::format::fp8::E4M3;
 
+use crate::lines::Floats;
 use crate::tile::Tile;
 use crate::tiled::TileProduct;
 use crate::words::Kind;
@@ -125,6 +126,12 @@ pub unsafe trait Isa: Copy {
     /// # Safety
     /// As [`TileUnit::multiply`](crate::tiled::TileUnit::multiply).
     unsafe fn multiply_tiles(self, _product: &TileProduct) {
+        unreachable!("no tile unit")
+    }
+
+    /// Runs a tile of `rows` rows x the panels of a bundle, whose lines stream, on the tile unit ([`Streamed`](crate::tiled::Streamed)); only where there is one.
+    #[inline(always)]
+    fn stream_on_tiles<L: Floats, const SCALED: u8, const P: usize>(self, _rows: usize, _tile: Tile<'_>) {
         unreachable!("no tile unit")
     }
 

@@ -21,7 +21,7 @@ use crate::lines::{
     Nibbles, NoScale, Scale, Scales, Summed, Unpack, Widen, WidenFloats,
 };
 use crate::tile::{FloatTile, IntTile, Tile, int_asks, one_stream, scaled, scaled_blocks};
-use crate::tiled::{self, MOST_ROWS, PIECE, SUMS_SIZE, Spans, TILE_ROWS};
+use crate::tiled::{self, MOST_ROWS, PIECE, SUMS_SIZE, Spans, TILE_ROWS, stream_size};
 use crate::words::{
     self, CHUNK_BLOCKS, Kind, Prepare, PrepareSupers, SUPER_BYTES, WORD_ROWS, chunk_bytes, scales_bytes,
 };
@@ -61,6 +61,8 @@ pub trait Path<I: Isa> {
     const GROUPED: bool;
     /// The most rows that stream.
     const STREAM_ROWS: usize;
+    /// The most rows that stream on a tile unit, if they do not else.
+    const STREAM_ROWS_ON_TILES: usize = 0;
     /// The most rows that stream over one panel after another with operands of 512 bits, where the hardware reads a single stream best.
     const ONE_STREAM: usize;
     /// Blocks that K is cut into multiples of.
@@ -82,6 +84,10 @@ pub trait Path<I: Isa> {
     fn prepare(_: I, _: &Layout, _panel: &[u8], _blocks: Range<usize>, _zero: i32, _to: [&mut [u8]; 3]) {}
     /// Runs a tile of `r` rows x as many panels as few rows have on lines as stored.
     fn stream(isa: I, r: usize, tile: Tile<'_>);
+    /// Runs a tile of `r` rows x the panels of a bundle on lines as stored, on a tile unit; see [`Path::STREAM_ROWS_ON_TILES`].
+    fn stream_on_tiles(_: I, _r: usize, _: Tile<'_>) {
+        unreachable!("these do not stream")
+    }
     /// Runs a tile of `r` rows x as many panels as many rows have on lines in the cache, which were unpacked or are operands, or not.
     fn cached(isa: I, r: usize, unpacked: bool, tile: Tile<'_>);
 }
@@ -317,6 +323,12 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         true => stream_rows(I::LARGE),
         false => most_stream_rows(I::LARGE),
     };
+    const STREAM_ROWS_ON_TILES: usize = match I::TILES && L::BF16 && !L::SUMMED {
+        false => 0,
+        // Operands come from memory once, for one tile of rows.
+        true if L::OPERANDS == 1 => TILE_ROWS,
+        true => tiled::STREAM_ROWS,
+    };
     const ONE_STREAM: usize = 0;
     const SCALED_BLOCKS: usize = 1;
     // Lines that are operands are widened in the tile: layers of BF16 are 4 to 8 % slower at 32 rows else, and 2 % faster at 64.
@@ -361,6 +373,16 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     fn stream(isa: I, r: usize, tile: Tile<'_>) {
         let kind = PhantomData;
         stream_shapes!(I, Self, r, isa.run(FloatTile::<L, SCALED, true, R, P> { tile, kind }))
+    }
+
+    fn stream_on_tiles(isa: I, r: usize, tile: Tile<'_>) {
+        if const { <Self as Path<I>>::STREAM_ROWS_ON_TILES > 0 && L::BUNDLE == MOST_PANELS } {
+            isa.stream_on_tiles::<L, SCALED, MOST_PANELS>(r, tile);
+        } else if const { <Self as Path<I>>::STREAM_ROWS_ON_TILES > 0 && L::BUNDLE == 1 } {
+            isa.stream_on_tiles::<L, SCALED, 1>(r, tile);
+        } else {
+            unreachable!("these do not stream");
+        }
     }
 
     fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
@@ -688,15 +710,20 @@ impl Product<'_> {
             last: start + blocks == layout.blocks,
         };
         let mut done = 0;
-        if const { K::STREAM_ROWS > 0 } && n <= isa.stream_rows(K::STREAM_ROWS) {
+        let streams = const { K::STREAM_ROWS > 0 } && n <= isa.stream_rows(K::STREAM_ROWS);
+        let on_tiles = !streams && n <= K::STREAM_ROWS_ON_TILES;
+        if streams || on_tiles {
             later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
             later.spread(1, Level::Second);
             later.ask();
-            let panels = stream_panels::<I, K>(n);
+            let panels = if on_tiles { K::Lines::BUNDLE } else { stream_panels::<I, K>(n) };
             let (lines_at, scales_at) = (layout.lines_at(0), scales_at(0));
             let ahead = Ahead::of(n, panels, K::INTEGERS, layout.bundle);
             let mut rows = (inputs, input_stride, block_bytes);
-            if const { I::TILES } {
+            let mut sums: &mut [u8] = &mut [];
+            if on_tiles {
+                sums = self.scratch.panel.get(stream_size(n));
+            } else if const { I::TILES } {
                 // Of weights that are BF16 numbers, as no others stream there.
                 assert!(self.inputs.layout() == InputLayout::Bf16);
                 let widened = self.scratch.panel.get(layout.blocks * n * BLOCK * I::INPUT_BYTES);
@@ -717,9 +744,14 @@ impl Product<'_> {
                     row_bytes: rows.2,
                     out: &mut self.out[done..],
                     width: (width - done).min(panels * PANEL),
+                    sums: &mut *sums,
                     ..part(at, 0, layout.blocks, scales_at)
                 };
-                K::stream(isa, n, tile);
+                if on_tiles {
+                    K::stream_on_tiles(isa, n, tile);
+                } else {
+                    K::stream(isa, n, tile);
+                }
                 done += panels * PANEL;
             }
             return;

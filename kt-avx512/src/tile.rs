@@ -343,6 +343,9 @@ static TWICE: [[u8; LINE]; 2] = {
     t
 };
 
+/// Bytes of a BF16 number.
+const BF16_BYTES: usize = 2;
+
 /// Lines that are asked for where a single stream will go on elsewhere.
 const NEXT_LINES: usize = 64;
 
@@ -1107,28 +1110,44 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         self.tile.supers_at + (self.tile.first_block + block) * BITS
     }
 
-    /// Adds the sums of span `span` of block `block`, times its scales.
+    /// A bit for each line of a block that has small codes in any panel.
+    ///
+    /// # Safety
+    /// They are readable in all panels, if lines are [told](Self::flagged) from others.
+    #[inline(always)]
+    unsafe fn small_of<I: Isa>(&self, block: usize) -> u32 {
+        let mut small = 0;
+        for p in 0..if Self::flagged::<I>() { P } else { 0 } {
+            // SAFETY: readable by the caller's promise.
+            small |= unsafe { self.tile.panel_at(p, self.bits_at(block)).cast::<u32>().read_unaligned() };
+        }
+        small
+    }
+
+    /// The scales of span `span` of block `block`.
     ///
     /// # Safety
     /// They are readable in all panels.
     #[inline(always)]
-    unsafe fn add_scaled<I: Isa>(
-        &self,
-        isa: I,
-        total: &mut [[I::Flt; P]; R],
-        sums: &[[I::Flt; P]; R],
-        (block, span): (usize, usize),
-    ) {
-        let scale = self.tile.group_at + self.record_at(block) + span * scaled::span(SCALED).1;
-        for p in 0..P {
-            let at = self.tile.panel_at(p, scale);
+    pub(crate) unsafe fn scales_of<I: Isa>(&self, isa: I, (block, span): (usize, usize)) -> [I::Flt; P] {
+        let at = self.tile.group_at + self.record_at(block) + span * scaled::span(SCALED).1;
+        let mut scales = [isa.zero(); P];
+        for (p, scale) in scales.iter_mut().enumerate() {
+            let at = self.tile.panel_at(p, at);
             // SAFETY: readable by the caller's promise.
-            let mut scale =
-                unsafe { if SCALED == scaled::TILES { isa.load_f32(at) } else { isa.exp2(isa.load_u8(at)) } };
+            *scale = unsafe { if SCALED == scaled::TILES { isa.load_f32(at) } else { isa.exp2(isa.load_u8(at)) } };
             if SCALED == scaled::GROUPS {
                 // 255 is infinite so far: times 0 it is NaN.
-                scale = isa.mul_add(scale, isa.zero(), scale);
+                *scale = isa.mul_add(*scale, isa.zero(), *scale);
             }
+        }
+        scales
+    }
+
+    /// Adds the sums of a span of columns, times its scales.
+    #[inline(always)]
+    fn add_scaled<I: Isa>(isa: I, total: &mut [[I::Flt; P]; R], sums: &[[I::Flt; P]; R], scales: [I::Flt; P]) {
+        for (p, scale) in scales.into_iter().enumerate() {
             for r in 0..R {
                 total[r][p] = isa.mul_add(sums[r][p], scale, total[r][p]);
             }
@@ -1159,7 +1178,8 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
             if record > 0 {
                 let each = BLOCK / span;
                 // SAFETY: the scales of this span of P panels, in bounds as said above.
-                unsafe { self.add_scaled(isa, &mut total, &sums, (i / each, i % each)) };
+                let scales = unsafe { self.scales_of(isa, (i / each, i % each)) };
+                Self::add_scaled(isa, &mut total, &sums, scales);
             } else {
                 total = sums;
             }
@@ -1168,8 +1188,9 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         total
     }
 
+    /// Writes the totals of the tile that begins with row `first`.
     #[inline(always)]
-    fn end<I: Isa>(&mut self, isa: I, first: usize, total: [[I::Flt; P]; R]) {
+    pub(crate) fn end<I: Isa>(&mut self, isa: I, first: usize, total: [[I::Flt; P]; R]) {
         let up = if scaled::fp8(SCALED) { I::FP8_UP } else { 1.0 };
         self.tile.end(isa, first, total, scaled::of_outputs(SCALED), up);
     }
@@ -1275,12 +1296,8 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                     if ASKS { t.ahead.ask(at.wrapping_add(ahead)) } else { prefetch_now(at) }
                 }
             }
-            // A bit for each line of any panel.
-            let mut small = 0;
-            for p in 0..if Self::flagged::<I>() { P } else { 0 } {
-                // SAFETY: the bits of a block's lines of panel `p`, in bounds as said above.
-                small |= unsafe { t.panel_at(p, self.bits_at(block)).cast::<u32>().read_unaligned() };
-            }
+            // SAFETY: the bits of a block's lines of P panels, in bounds as said above.
+            let mut small = unsafe { self.small_of::<I>(block) };
             for s in 0..BLOCK / span {
                 let mut sums = if record > 0 { [[isa.zero(); P]; R] } else { total };
                 let mut chains = [[[isa.zero(); 2]; P]; R];
@@ -1363,7 +1380,8 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                 }
                 if record > 0 {
                     // SAFETY: the scales of this span of P panels, in bounds as said above.
-                    unsafe { self.add_scaled(isa, &mut total, &sums, (block, s)) };
+                    let scales = unsafe { self.scales_of(isa, (block, s)) };
+                    Self::add_scaled(isa, &mut total, &sums, scales);
                 } else {
                     total = sums;
                 }
@@ -1372,5 +1390,113 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
             x = x.wrapping_add(t.input_stride);
         }
         total
+    }
+
+    /// Checks that all is there that a tile unit reads of `rows` rows and of panels whose lines it streams, and asks for what is in front of them.
+    #[inline(always)]
+    pub(crate) fn check_stream<I: Isa>(&self, rows: usize) {
+        let t = &self.tile;
+        assert!(t.unit == 1 && t.first_block == 0 && t.row_tiles == 1);
+        let input = BLOCK * BF16_BYTES;
+        assert!(t.row_bytes == input);
+        let reads = Reads { line_step: L::BUNDLE * LINE, scales: self.scales::<I>(), input };
+        t.check(rows, P, [Self::LINE_BYTES, 0], reads);
+        t.ask_front::<P>();
+    }
+
+    /// Bytes of the lines of a block of a panel of BF16 operands.
+    const LINE_BYTES: usize = BLOCK / 2 / L::OPERANDS * LINE;
+
+    /// Where the lines of [`CHAIN`] columns of the first panel are, from `next` on, which goes on to what is behind them; asks for what comes with them that is no line.
+    ///
+    /// # Safety
+    /// [`Self::check_stream`] saw them.
+    #[inline(always)]
+    unsafe fn next_chain<I: Isa>(&self, next: &mut Chain) -> *const u8 {
+        let (t, line_step) = (&self.tile, L::BUNDLE * LINE);
+        let skip = spread(t.line_skip, line_step);
+        if next.column == 0 {
+            let stride = [Self::LINE_BYTES + t.line_skip, 0];
+            next.ahead = t.ahead::<P>(next.block, stride, line_step)[0];
+            t.ask_next_front::<P>(next.block, stride);
+            if SCALED == scaled::GROUPS {
+                for i in 0..P {
+                    t.ahead.ask(next.line.wrapping_sub(skip).wrapping_add(i * LINE + next.ahead));
+                }
+            }
+            // SAFETY: the bits of a block, by the caller's promise.
+            next.small = unsafe { self.small_of::<I>(next.block) };
+        }
+        let line = next.line;
+        next.line = line.wrapping_add(Self::LINE_BYTES / (BLOCK / CHAIN) / LINE * line_step);
+        next.column += CHAIN;
+        if next.column == BLOCK {
+            (next.block, next.column) = (next.block + 1, 0);
+            next.line = next.line.wrapping_add(skip);
+        }
+        line
+    }
+
+    /// Asks for what comes after the lines of [`CHAIN`] columns of operands, which it returns; `next` goes on to what is behind them.
+    ///
+    /// # Safety
+    /// [`Self::check_stream`] saw them.
+    #[inline(always)]
+    pub(crate) unsafe fn ask_chain<I: Isa>(&self, next: &mut Chain) -> *const u8 {
+        // SAFETY: by the caller's promise.
+        let line = unsafe { self.next_chain::<I>(next) };
+        for i in 0..CHAIN / 2 {
+            self.tile.ahead.ask_line(line.wrapping_add(i * LINE), next.ahead, 1);
+        }
+        line
+    }
+
+    /// Unpacks the FP8 lines of [`CHAIN`] columns of all panels, those of a panel one after the other; `next` goes on to what is behind them.
+    ///
+    /// # Safety
+    /// [`Self::check_stream`] saw them.
+    #[inline(always)]
+    pub(crate) unsafe fn unpack_chain<I: Isa>(&self, isa: I, next: &mut Chain, to: &mut [u8]) {
+        assert!(L::FP8 && L::TOLD && L::BUNDLE > 1);
+        const LINES: usize = CHAIN / 4;
+        assert!(to.len() == P * LINES * 2 * LINE);
+        // SAFETY: by the caller's promise.
+        let mut line = unsafe { self.next_chain::<I>(next) };
+        for j in 0..LINES {
+            let small = next.small & 1 != 0;
+            next.small >>= 1;
+            for p in 0..P {
+                let at = line.wrapping_add(p * LINE);
+                self.tile.ahead.ask_line(at, next.ahead, 1);
+                // SAFETY: a line of a bundle, by the caller's promise; two lines of `to`.
+                unsafe {
+                    let codes = isa.load(at);
+                    let [first, second] =
+                        if small { isa.fp8_to_bf16(isa.fp8_table(), codes) } else { isa.fp8_shifted(codes) };
+                    let to = to.as_mut_ptr().add((p * LINES + j) * 2 * LINE);
+                    isa.store(to, first);
+                    isa.store(to.add(LINE), second);
+                }
+            }
+            line = line.wrapping_add(L::BUNDLE * LINE);
+        }
+    }
+}
+
+/// Where a tile unit is in a stream of lines.
+pub(crate) struct Chain {
+    line: *const u8,
+    block: usize,
+    column: usize,
+    /// From a line to the one to ask for.
+    ahead: usize,
+    /// A bit for each line of the block that is left.
+    small: u32,
+}
+
+impl Chain {
+    /// The first columns of a tile.
+    pub(crate) fn of(tile: &Tile<'_>) -> Self {
+        Chain { line: tile.weights[0].as_ptr(), block: 0, column: 0, ahead: 0, small: 0 }
     }
 }

@@ -13,17 +13,22 @@
 //! first and the second of each two products of 32 columns apart, then adds both to what it had; products that stream do the same there
 //! ([`Isa::dot_chains`]), so these have the same bits for any number of rows. Integer sums are exact, so they have the bits of VNNI.
 //!
+//! Up to 16 rows of BF16 and FP8 weights stream ([`Streamed`]): lines are unpacked for a step while those of the step before are multiplied.
+//!
 //! Codes with scales of groups are BF16 numbers here, unpacked with their scales ([`Widened`](crate::product::Widened)): as integers, scales
 //! would be due after a few columns, outside of the tiles, which takes longer than what the unit saves.
 
 #![allow(unsafe_code)] // kernel
 
+use std::marker::PhantomData;
+
 use kt_core::cpu::input::BLOCK;
 
 use crate::ahead::{Later, prefetch_later};
-use crate::isa::Isa;
-use crate::layout::{LINE, PANEL};
-use crate::tile::Tile;
+use crate::isa::{Isa, Job};
+use crate::layout::{LINE, MOST_PANELS, PANEL};
+use crate::lines::Floats;
+use crate::tile::{Chain, FloatTile, Tile, scaled};
 
 /// Rows of a tile.
 pub const TILE_ROWS: usize = 16;
@@ -53,6 +58,22 @@ const MOST_ASKED: usize = PIECE_BLOCKS * MOST_ROWS / (2 * TILE_ROWS);
 
 /// Columns whose products a tile unit sums before it adds them.
 pub(crate) const CHAIN: usize = STEP;
+/// Bytes of the lines of a step.
+pub const STEP_LINES: usize = PANEL * LINE;
+/// Most rows that stream over lines that are unpacked.
+pub(crate) const STREAM_ROWS: usize = 64;
+/// Bytes of the sums of a tile of rows and of a bundle.
+const SUMS_OF_STREAM: usize = MOST_PANELS * TILE_ROWS * LINE;
+
+/// Bytes of the lines that [`Streamed`] has unpacked for so many rows: of a bundle, of two steps or two blocks.
+const fn lines_size(rows: usize) -> usize {
+    2 * MOST_PANELS * STEP_LINES * if rows <= TILE_ROWS { 1 } else { BLOCK_STEPS }
+}
+
+/// Bytes of what [`Streamed`] has beside its tiles, for so many rows: lines, sums of a tile of rows, and totals of all.
+pub(crate) const fn stream_size(rows: usize) -> usize {
+    lines_size(rows) + SUMS_OF_STREAM * (1 + rows.div_ceil(TILE_ROWS))
+}
 /// Rows whose totals are in registers at the same time.
 const ROWS: usize = 4;
 
@@ -122,6 +143,29 @@ pub unsafe trait TileUnit: Copy + Send + Sync + std::fmt::Debug + 'static {
     /// All steps of all rows, their lines in all panels, what sums begin with and what is to be asked for are readable; the sums of all spans are
     /// writable, and of the caller alone.
     unsafe fn multiply(self, product: &TileProduct);
+    /// Prepares for [`TileUnit::step`] with so many input rows, 1 to 16. From here to [`TileUnit::end`] the thread uses no tiles but by the methods between them,
+    /// so that sums stay where they are.
+    fn begin(self, rows: usize);
+    /// Sets all sums to zero.
+    fn clear(self);
+    /// Sets the sums to what [`TileUnit::write`] wrote.
+    ///
+    /// # Safety
+    /// That is readable, of all rows and of `P` panels, 1 or 4.
+    unsafe fn load<const P: usize>(self, sums: *const u8);
+    /// Adds the BF16 products of 32 columns to the sums of each panel. Those of row `r` are at `inputs + r * row_stride`, the 16 lines of panel `p` at
+    /// `lines + p * STEP_LINES`.
+    ///
+    /// # Safety
+    /// They are readable, of all rows and of `P` panels, 1 or 4.
+    unsafe fn step<const P: usize>(self, inputs: *const u8, row_stride: usize, lines: *const u8);
+    /// Writes the sums, 64 bytes for each row and panel, those of a row one after the other.
+    ///
+    /// # Safety
+    /// As many bytes are writable, of all rows and of `P` panels, 1 or 4, and of the caller alone.
+    unsafe fn write<const P: usize>(self, sums: *mut u8);
+    /// Gives up the tiles.
+    fn end(self);
 }
 
 /// Which columns share a scale.
@@ -247,4 +291,130 @@ fn asked(later: &Later, blocks: usize, steps: usize, here: *const u8) -> ([Asked
         }
     }
     (asked, each)
+}
+
+/// Up to 64 rows x the `P` panels of a bundle whose lines come from memory, over all of K: [`FloatTile`] by a tile unit, with the same bits as
+/// [`cached`] has. Lines of FP8 are unpacked beside products of those before: for a step of one tile of rows, or a block for several.
+pub(crate) struct Streamed<'a, U, L, const SCALED: u8, const P: usize> {
+    pub unit: U,
+    pub rows: usize,
+    pub tile: Tile<'a>,
+    pub kind: PhantomData<L>,
+}
+
+impl<U: TileUnit, L: Floats, const SCALED: u8, const P: usize> Job for Streamed<'_, U, L, SCALED, P> {
+    #[inline(always)]
+    fn go<I: Isa>(self, isa: I) {
+        if self.rows <= TILE_ROWS {
+            self.tiles::<I, 1>(isa);
+        } else {
+            assert!(L::OPERANDS > 1);
+            self.tiles::<I, BLOCK_STEPS>(isa);
+        }
+    }
+}
+
+/// Steps of a block.
+const BLOCK_STEPS: usize = BLOCK / STEP;
+
+impl<U: TileUnit, L: Floats, const SCALED: u8, const P: usize> Streamed<'_, U, L, SCALED, P> {
+    /// Does it, of lines of so many steps at a time: 1, for one tile of rows, or [`BLOCK_STEPS`].
+    #[inline(always)]
+    fn tiles<I: Isa, const STEPS: usize>(mut self, isa: I) {
+        assert!(L::BF16 && P == L::BUNDLE && (STEPS == 1 || STEPS == BLOCK_STEPS));
+        let unit = self.unit;
+        let buffer = std::mem::take(&mut self.tile.sums);
+        // As many rows in each, the last of which may have been in the tile before.
+        let row_tiles = if STEPS == 1 { 1 } else { self.rows.div_ceil(TILE_ROWS) };
+        let rows = self.rows.div_ceil(row_tiles);
+        let first = |tile: usize| (tile * rows).min(self.rows - rows);
+        assert!(rows > 0 && rows <= TILE_ROWS && buffer.len() == stream_size(self.rows));
+        let (lines, buffer) = buffer.split_at_mut(lines_size(self.rows));
+        let (sums, totals) = buffer.split_at_mut(SUMS_OF_STREAM);
+        let (sums, totals) = (&mut sums[..rows * P * LINE], &mut totals[..row_tiles * rows * P * LINE]);
+        totals.fill(0);
+        let mut of_row = FloatTile::<L, SCALED, true, 1, P> { tile: self.tile, kind: self.kind };
+        of_row.check_stream::<I>(self.rows);
+        let t = &of_row.tile;
+        let (inputs, row_stride, input_stride) = (t.inputs.as_ptr(), t.row_bytes, t.input_stride);
+        let steps = t.blocks * BLOCK_STEPS;
+        let (span, record) = scaled::span(SCALED);
+        // Where the lines of a step are, if they were unpacked: those of two times `STEPS` by turns.
+        let unpacked = |step: usize| step % (2 * STEPS) * P * STEP_LINES;
+
+        // From here on every read is in bounds: `check_stream` saw all blocks of the lines of P panels and of the inputs of all rows, a scale for every
+        // span, and the bits of all blocks that have such.
+        let mut next = Chain::of(t);
+        unit.begin(rows);
+        unit.clear();
+        for step in 0..if const { L::OPERANDS > 1 } { STEPS } else { 0 } {
+            // SAFETY: a step of the first ones, in bounds as said above; its lines.
+            unsafe { of_row.unpack_chain(isa, &mut next, &mut lines[unpacked(step)..][..P * STEP_LINES]) };
+        }
+        for begin in (0..steps).step_by(STEPS) {
+            for (tile, totals) in totals.chunks_exact_mut(rows * P * LINE).enumerate() {
+                if STEPS > 1 && record == 0 {
+                    // SAFETY: totals of a tile of rows and all panels.
+                    unsafe { unit.load::<P>(totals.as_ptr()) };
+                }
+                for i in 0..STEPS {
+                    let step = begin + i;
+                    let at = if const { L::OPERANDS > 1 } {
+                        let done = tile * STEPS + i;
+                        if done % row_tiles == 0 && begin + STEPS < steps {
+                            let to = unpacked(begin + STEPS + done / row_tiles);
+                            // SAFETY: a step of the next ones, in bounds as said above; its lines.
+                            unsafe { of_row.unpack_chain(isa, &mut next, &mut lines[to..][..P * STEP_LINES]) };
+                        }
+                        lines[unpacked(step)..].as_ptr()
+                    } else {
+                        // SAFETY: a step, in bounds as said above.
+                        unsafe { of_row.ask_chain::<I>(&mut next) }
+                    };
+                    let block = step / BLOCK_STEPS;
+                    let x = block * input_stride + first(tile) * row_stride + step % BLOCK_STEPS * LINE;
+                    // SAFETY: this step of all rows of the tile, in bounds as said above, and its lines.
+                    unsafe { unit.step::<P>(inputs.wrapping_add(x), row_stride, at) };
+                    if record == 0 || !((step + 1) * STEP).is_multiple_of(span) {
+                        continue;
+                    }
+                    // SAFETY: sums of a tile of rows and all panels.
+                    unsafe { unit.write::<P>(sums.as_mut_ptr()) };
+                    unit.clear();
+                    // SAFETY: the scales of this span of P panels, in bounds as said above.
+                    let scales = unsafe { of_row.scales_of(isa, (block, step * STEP % BLOCK / span)) };
+                    for (total, sum) in totals.chunks_exact_mut(P * LINE).zip(sums.chunks_exact(P * LINE)) {
+                        for (p, &scale) in scales.iter().enumerate() {
+                            let at = total[p * LINE..][..LINE].as_mut_ptr();
+                            // SAFETY: a line of sums, and one of totals.
+                            unsafe {
+                                let sum = isa.as_f32(isa.load(sum[p * LINE..][..LINE].as_ptr()));
+                                let total = isa.mul_add(sum, scale, isa.as_f32(isa.load(at)));
+                                isa.store(at, isa.as_int(total));
+                            }
+                        }
+                    }
+                }
+                if STEPS > 1 && record == 0 {
+                    // SAFETY: totals of a tile of rows and all panels.
+                    unsafe { unit.write::<P>(totals.as_mut_ptr()) };
+                }
+            }
+        }
+        if STEPS == 1 && record == 0 {
+            // SAFETY: totals of all rows and panels.
+            unsafe { unit.write::<P>(totals.as_mut_ptr()) };
+        }
+        unit.end();
+        for (tile, totals) in totals.chunks_exact(rows * P * LINE).enumerate() {
+            for (r, from) in totals.chunks_exact(P * LINE).enumerate() {
+                let mut total = [[isa.zero(); P]];
+                for (p, total) in total[0].iter_mut().enumerate() {
+                    // SAFETY: a line.
+                    *total = isa.as_f32(unsafe { isa.load(from[p * LINE..][..LINE].as_ptr()) });
+                }
+                of_row.end(isa, first(tile) + r, total);
+            }
+        }
+    }
 }

@@ -3,10 +3,12 @@
 #![allow(unsafe_code)] // kernel
 
 use std::arch::x86_64::*;
+use std::marker::PhantomData;
 
 use super::{Bits, Grid, Isa, fp8_bits, largest8, least_sum8, load_points, ops, run_with, same_code, sum8, token};
+use crate::lines::Floats;
 use crate::tile::Tile;
-use crate::tiled::{TileProduct, TileUnit};
+use crate::tiled::{Streamed, TileProduct, TileUnit};
 use crate::words::Kind;
 
 token!(
@@ -699,6 +701,11 @@ unsafe impl<U: TileUnit> Isa for Tiled<U> {
     unsafe fn multiply_tiles(self, product: &TileProduct) {
         // SAFETY: by the caller's promise.
         unsafe { self.unit.multiply(product) }
+    }
+
+    #[inline(always)]
+    fn stream_on_tiles<L: Floats, const SCALED: u8, const P: usize>(self, rows: usize, tile: Tile<'_>) {
+        self.run(Streamed::<U, L, SCALED, P> { unit: self.unit, rows, tile, kind: PhantomData });
     }
 
     ops! {
