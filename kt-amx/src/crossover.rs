@@ -13,7 +13,7 @@ use crate::Amx;
 
 /// From how many rows of an expert on its products run on tiles.
 ///
-/// Written and read as `int8=12 many=48 bf16=2 fp8=2`, so that what [`Amx::measure`] found may be kept.
+/// Written and read as `int8=12 many=32 bf16=2 fp8=2`, so that what [`Amx::measure`] found may be kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Crossover {
     /// For INT8 per channel, whose products have the bits of VNNI: a matter of speed. `usize::MAX`: never.
@@ -31,7 +31,7 @@ pub struct Crossover {
 /// As measured on Emerald Rapids; see `PERFORMANCE.md`.
 impl Default for Crossover {
     fn default() -> Self {
-        Crossover { int8: 12, many: 48, bf16: 2, fp8: 2 }
+        Crossover { int8: 12, many: 32, bf16: 2, fp8: 2 }
     }
 }
 
@@ -148,7 +148,7 @@ mod tests {
             assert_eq!(of.to_string().parse::<Crossover>().unwrap(), of);
         }
         let default = Crossover::default().to_string();
-        assert_eq!(default, "int8=12 many=48 bf16=2 fp8=2");
+        assert_eq!(default, "int8=12 many=32 bf16=2 fp8=2");
         for wrong in [
             "",
             "int8=1",

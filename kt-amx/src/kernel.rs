@@ -188,7 +188,7 @@ impl Kernel for Amx {
                 _ => 0,
             };
             // Streams here too, since kt-avx512 on its own adds in another order.
-            let exact = matches!(format, Format::Bf16 | Format::Fp8Channel) || !self.many;
+            let exact = matches!(format, Format::Bf16 | Format::Fp8Channel | Format::Fp8Block) || !self.many;
             let on_tiles = match format {
                 Format::Fp8Block | Format::Fp8Channel | Format::Mxfp8 => self.crossover.fp8,
                 _ => self.crossover.bf16,

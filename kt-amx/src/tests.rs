@@ -134,7 +134,7 @@ fn many(kernel: Amx, matrix: &Matrix) -> Option<(Amx, InputLayout)> {
     let (_, many) = kernel.for_many()?;
     let (few, _) = kernel.accepts(format, outputs, cols).ok()?;
     let (layout, _) = many.accepts(format, outputs, cols).ok()?;
-    let exact = matches!(format, Format::Bf16 | Format::Fp8Channel);
+    let exact = matches!(format, Format::Bf16 | Format::Fp8Channel | Format::Fp8Block);
     (layout == InputLayout::Bf16 && (few != layout || !exact)).then_some((many, layout))
 }
 

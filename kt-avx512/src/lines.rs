@@ -719,8 +719,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize> Job for Widen<'_, '_,
 /// The bits of the least scale that times [`Isa::FP8_UP`], which is 2^8 where there is a tile unit, might be infinite.
 const LARGE_SCALE: u32 = (127 + 119) << 23;
 
-/// Unpacks the lines of a block to BF16 numbers times their scales: an F32 for the block, or (`GROUPS`) E8M0 for an output and 32 columns.
-pub(crate) struct WidenFloats<'a, 'b, L, const GROUPS: bool> {
+/// Unpacks the lines of a block to BF16 numbers times their scales, E8M0 for an output and 32 columns.
+pub(crate) struct WidenFloats<'a, 'b, L> {
     /// Its lines.
     pub from: &'a [u8],
     pub scales: &'a mut Scales<'b>,
@@ -728,27 +728,23 @@ pub(crate) struct WidenFloats<'a, 'b, L, const GROUPS: bool> {
     pub kind: std::marker::PhantomData<L>,
 }
 
-impl<L: Floats, const GROUPS: bool> Job for WidenFloats<'_, '_, L, GROUPS> {
+impl<L: Floats> Job for WidenFloats<'_, '_, L> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
         assert!(L::BF16 && !L::SHARED && L::PLANES[1] == 0);
         let table = L::table(isa);
-        let columns = if GROUPS { CHUNK } else { BLOCK };
-        let (steps, record) = (columns / 2 / L::OPERANDS, if GROUPS { PANEL } else { 4 });
-        let bytes = BLOCK / columns * steps * L::PLANES[0];
+        let steps = CHUNK / 2 / L::OPERANDS;
+        let bytes = BLOCK / CHUNK * steps * L::PLANES[0];
         assert!(self.from.len() > Steps::<L, BLOCK>::spread(bytes - 1) && self.to.len() == BLOCK / 2 * LINE);
         let (mut from, mut to) = (self.from.as_ptr(), self.to.as_mut_ptr());
         let mut small = self.scales.small;
-        for _ in 0..BLOCK / columns {
-            let at = self.scales.take(columns, record);
-            let at = self.scales.bytes(at, record).as_ptr();
+        for _ in 0..BLOCK / CHUNK {
+            let at = self.scales.take(CHUNK, PANEL);
+            let at = self.scales.bytes(at, PANEL).as_ptr();
             // SAFETY: the bytes of a record.
-            let mut scale = unsafe { if GROUPS { isa.exp2(isa.load_u8(at)) } else { isa.load_f32(at) } };
-            if GROUPS {
-                // 255 is infinite so far: times 0 it is NaN.
-                scale = isa.mul_add(scale, isa.zero(), scale);
-            }
-            scale = isa.plain_nan(scale);
+            let scale = isa.exp2(unsafe { isa.load_u8(at) });
+            // 255 is infinite so far: times 0 it is NaN.
+            let mut scale = isa.plain_nan(isa.mul_add(scale, isa.zero(), scale));
             // What FP8 lacks goes with scales, but for those so large that they would be infinite.
             let with_scale = L::FP8 && isa.largest(isa.as_int(isa.abs(scale))) < LARGE_SCALE;
             let up = isa.splat_f32(I::FP8_UP);

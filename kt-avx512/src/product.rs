@@ -21,7 +21,7 @@ use crate::lines::{
     Nibbles, NoScale, Scale, Scales, Summed, Unpack, Widen, WidenFloats,
 };
 use crate::tile::{FloatTile, IntTile, Tile, int_asks, one_stream, scaled, scaled_blocks};
-use crate::tiled::{self, MOST_ROWS, PIECE, SUMS_SIZE, Spans, TILE_ROWS, stream_size};
+use crate::tiled::{self, MOST_ROWS, PIECE, STREAM_ROWS, SUMS_SIZE, Spans, TILE_ROWS, stream_size};
 use crate::words::{
     self, CHUNK_BLOCKS, Kind, Prepare, PrepareSupers, SUPER_BYTES, WORD_ROWS, chunk_bytes, scales_bytes,
 };
@@ -59,10 +59,14 @@ pub trait Path<I: Isa> {
     const WIDENS: bool = false;
     /// Whether weights have scales of groups.
     const GROUPED: bool;
+    /// Whether floating-point weights are [`Path::Widened`] for a tile unit where all others are.
+    const WIDENS_GROUPS: bool = false;
     /// The most rows that stream.
     const STREAM_ROWS: usize;
-    /// The most rows that stream on a tile unit, if they do not else.
-    const STREAM_ROWS_ON_TILES: usize = 0;
+    /// Whether rows that do not stream else do so on a tile unit: up to [`TILE_ROWS`] over lines that are operands, any number over others.
+    const STREAMS_ON_TILES: bool = false;
+    /// See above.
+    const STREAMS_ANY_ROWS: bool = false;
     /// The most rows that stream over one panel after another with operands of 512 bits, where the hardware reads a single stream best.
     const ONE_STREAM: usize;
     /// Blocks that K is cut into multiples of.
@@ -84,7 +88,7 @@ pub trait Path<I: Isa> {
     fn prepare(_: I, _: &Layout, _panel: &[u8], _blocks: Range<usize>, _zero: i32, _to: [&mut [u8]; 3]) {}
     /// Runs a tile of `r` rows x as many panels as few rows have on lines as stored.
     fn stream(isa: I, r: usize, tile: Tile<'_>);
-    /// Runs a tile of `r` rows x the panels of a bundle on lines as stored, on a tile unit; see [`Path::STREAM_ROWS_ON_TILES`].
+    /// Runs a tile of `r` rows x the panels of a bundle on lines as stored, on a tile unit; see [`Path::STREAMS_ON_TILES`].
     fn stream_on_tiles(_: I, _r: usize, _: Tile<'_>) {
         unreachable!("these do not stream")
     }
@@ -323,12 +327,9 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         true => stream_rows(I::LARGE),
         false => most_stream_rows(I::LARGE),
     };
-    const STREAM_ROWS_ON_TILES: usize = match I::TILES && L::BF16 && !L::SUMMED {
-        false => 0,
-        // Operands come from memory once, for one tile of rows.
-        true if L::OPERANDS == 1 => TILE_ROWS,
-        true => tiled::STREAM_ROWS,
-    };
+    const WIDENS_GROUPS: bool = SCALED == scaled::GROUPS;
+    const STREAMS_ON_TILES: bool = I::TILES && L::BF16 && !L::SUMMED;
+    const STREAMS_ANY_ROWS: bool = L::OPERANDS > 1;
     const ONE_STREAM: usize = 0;
     const SCALED_BLOCKS: usize = 1;
     // Lines that are operands are widened in the tile: layers of BF16 are 4 to 8 % slower at 32 rows else, and 2 % faster at 64.
@@ -376,9 +377,9 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     }
 
     fn stream_on_tiles(isa: I, r: usize, tile: Tile<'_>) {
-        if const { <Self as Path<I>>::STREAM_ROWS_ON_TILES > 0 && L::BUNDLE == MOST_PANELS } {
+        if const { <Self as Path<I>>::STREAMS_ON_TILES && L::BUNDLE == MOST_PANELS } {
             isa.stream_on_tiles::<L, SCALED, MOST_PANELS>(r, tile);
-        } else if const { <Self as Path<I>>::STREAM_ROWS_ON_TILES > 0 && L::BUNDLE == 1 } {
+        } else if const { <Self as Path<I>>::STREAMS_ON_TILES && L::BUNDLE == 1 } {
             isa.stream_on_tiles::<L, SCALED, 1>(r, tile);
         } else {
             unreachable!("these do not stream");
@@ -387,7 +388,11 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
 
     fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
         if const { I::TILES && L::BF16 } {
-            tiled_rows::<I, SCALED>(isa, r, tile);
+            if const { L::OPERANDS == 1 } {
+                tiled_rows::<I, { scaled::NO }>(isa, r, tile);
+            } else {
+                unreachable!("any number of these rows streams");
+            }
         } else if const { I::LARGE && widens::<I, L>() } {
             let kind = PhantomData;
             rows!(r, [4, 5, 6, 7, 8], isa.run(FloatTile::<L, SCALED, false, R, 2> { tile, kind }))
@@ -410,9 +415,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
 /// A tile of BF16 lines by a tile unit.
 #[inline(always)]
 fn tiled_rows<I: Isa, const SCALED: u8>(isa: I, r: usize, tile: Tile<'_>) {
-    let (columns, record) = scaled::span(SCALED);
-    let spans =
-        Spans { bf16: true, columns: (record > 0).then_some(columns), record, outputs: scaled::of_outputs(SCALED) };
+    let spans = Spans { bf16: true, columns: None, record: 0, outputs: scaled::of_outputs(SCALED) };
     tiled::cached(isa, r, tile, spans, |r, tile| {
         let kind = PhantomData;
         rows!(r, [1, 2, 3, 4], isa.run(FloatTile::<Summed, SCALED, false, R, 2> { tile, kind }))
@@ -472,12 +475,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Widened<Numbers<L, SCALED>
     const WIDENED: usize = 1;
 
     fn unpack(isa: I, from: [&[u8]; 2], scales: &mut Scales<'_>, to: &mut [u8]) {
-        let (from, kind) = (from[0], PhantomData);
-        if const { SCALED == scaled::GROUPS } {
-            isa.run(WidenFloats::<L, true> { from, scales, to, kind });
-        } else {
-            isa.run(WidenFloats::<L, false> { from, scales, to, kind });
-        }
+        isa.run(WidenFloats::<L> { from: from[0], scales, to, kind: PhantomData });
     }
 
     fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
@@ -613,7 +611,7 @@ impl Product<'_> {
         #[allow(clippy::if_same_then_else)]
         if const { I::TILES && K::INTEGERS && !K::ON_TILES } {
             self.along::<I, K::Widened>(isa, layout);
-        } else if const { I::TILES && !K::INTEGERS && K::GROUPED } && isa.widens() {
+        } else if const { I::TILES && K::WIDENS_GROUPS } && isa.widens() {
             self.along::<I, K::Widened>(isa, layout);
         } else {
             self.along::<I, K>(isa, layout);
@@ -711,7 +709,7 @@ impl Product<'_> {
         };
         let mut done = 0;
         let streams = const { K::STREAM_ROWS > 0 } && n <= isa.stream_rows(K::STREAM_ROWS);
-        let on_tiles = !streams && n <= K::STREAM_ROWS_ON_TILES;
+        let on_tiles = !streams && (n <= TILE_ROWS || K::STREAMS_ANY_ROWS) && K::STREAMS_ON_TILES;
         if streams || on_tiles {
             later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
             later.spread(1, Level::Second);
@@ -722,7 +720,7 @@ impl Product<'_> {
             let mut rows = (inputs, input_stride, block_bytes);
             let mut sums: &mut [u8] = &mut [];
             if on_tiles {
-                sums = self.scratch.panel.get(stream_size(n));
+                sums = self.scratch.panel.get(stream_size(n.min(STREAM_ROWS)));
             } else if const { I::TILES } {
                 // Of weights that are BF16 numbers, as no others stream there.
                 assert!(self.inputs.layout() == InputLayout::Bf16);
@@ -733,24 +731,29 @@ impl Product<'_> {
                 }
                 rows = (widened, n * BLOCK * I::INPUT_BYTES, BLOCK * I::INPUT_BYTES);
             }
+            // Of many rows some at a time, as many each time.
+            let passes = if on_tiles { n.div_ceil(STREAM_ROWS) } else { 1 };
             while done < width {
                 let at = panel_at(done);
-                let tile = Tile {
-                    weights: lines_at.map(|line| from(at, line)),
-                    after: following(done + panels * PANEL).0,
-                    ahead,
-                    inputs: rows.0,
-                    input_stride: rows.1,
-                    row_bytes: rows.2,
-                    out: &mut self.out[done..],
-                    width: (width - done).min(panels * PANEL),
-                    sums: &mut *sums,
-                    ..part(at, 0, layout.blocks, scales_at)
-                };
-                if on_tiles {
-                    K::stream_on_tiles(isa, n, tile);
-                } else {
-                    K::stream(isa, n, tile);
+                for pass in 0..passes {
+                    let (first, end) = (n * pass / passes, n * (pass + 1) / passes);
+                    let tile = Tile {
+                        weights: lines_at.map(|line| from(at, line)),
+                        after: if end < n { packed[at..].as_ptr() } else { following(done + panels * PANEL).0 },
+                        ahead,
+                        inputs: &rows.0[first * rows.2..],
+                        input_stride: rows.1,
+                        row_bytes: rows.2,
+                        out: &mut self.out[first * width + done..],
+                        width: (width - done).min(panels * PANEL),
+                        sums: &mut *sums,
+                        ..part(at, 0, layout.blocks, scales_at)
+                    };
+                    if on_tiles {
+                        K::stream_on_tiles(isa, end - first, tile);
+                    } else {
+                        K::stream(isa, n, tile);
+                    }
                 }
                 done += panels * PANEL;
             }

@@ -1154,36 +1154,20 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         }
     }
 
-    /// The totals, of sums that a tile unit left. Where nothing is scaled in between, it went on from the totals before.
+    /// The totals, which a tile unit left.
     #[inline(always)]
     fn total_of_sums<I: Isa>(&self, isa: I) -> [[I::Flt; P]; R] {
         let t = &self.tile;
-        let (span, record) = scaled::span(SCALED);
-        let spans = if record > 0 { t.blocks * (BLOCK / span) } else { 1 };
-        assert!(t.row_tiles == 1);
+        assert!(t.row_tiles == 1 && scaled::span(SCALED).1 == 0);
         t.check(R, P, [0; 2], Reads { line_step: LINE, scales: self.scales::<I>(), input: 0 });
-        t.check_sums(R, P, spans);
-
-        // From here on every read is in bounds: there is a sum and a scale for every span.
-        let mut total = if record > 0 { t.begin::<I, R, P>(isa, 0) } else { [[isa.zero(); P]; R] };
-        let mut at = t.weights[0].as_ptr();
-        for i in 0..spans {
-            let mut sums = total;
-            for (r, sums) in sums.iter_mut().enumerate() {
-                for (p, sum) in sums.iter_mut().enumerate() {
-                    // SAFETY: a sum of row `r` and panel `p`, in bounds as said above.
-                    *sum = isa.as_f32(unsafe { isa.load(at.wrapping_add(p * t.weight_stride + r * SUM_ROW)) });
-                }
+        t.check_sums(R, P, 1);
+        let mut total = [[isa.zero(); P]; R];
+        for (r, total) in total.iter_mut().enumerate() {
+            for (p, total) in total.iter_mut().enumerate() {
+                let at = t.weights[0].as_ptr().wrapping_add(p * t.weight_stride + r * SUM_ROW);
+                // SAFETY: the sum of row `r` and panel `p`, in bounds as `check_sums` saw.
+                *total = isa.as_f32(unsafe { isa.load(at) });
             }
-            if record > 0 {
-                let each = BLOCK / span;
-                // SAFETY: the scales of this span of P panels, in bounds as said above.
-                let scales = unsafe { self.scales_of(isa, (i / each, i % each)) };
-                Self::add_scaled(isa, &mut total, &sums, scales);
-            } else {
-                total = sums;
-            }
-            at = at.wrapping_add(SUMS_BYTES);
         }
         total
     }

@@ -61,7 +61,7 @@ pub(crate) const CHAIN: usize = STEP;
 /// Bytes of the lines of a step.
 pub const STEP_LINES: usize = PANEL * LINE;
 /// Most rows that stream over lines that are unpacked.
-pub(crate) const STREAM_ROWS: usize = 64;
+pub(crate) const STREAM_ROWS: usize = 128;
 /// Bytes of the sums of a tile of rows and of a bundle.
 const SUMS_OF_STREAM: usize = MOST_PANELS * TILE_ROWS * LINE;
 
@@ -293,7 +293,7 @@ fn asked(later: &Later, blocks: usize, steps: usize, here: *const u8) -> ([Asked
     (asked, each)
 }
 
-/// Up to 64 rows x the `P` panels of a bundle whose lines come from memory, over all of K: [`FloatTile`] by a tile unit, with the same bits as
+/// Up to 128 rows x the `P` panels of a bundle whose lines come from memory, over all of K: [`FloatTile`] by a tile unit, with the same bits as
 /// [`cached`] has. Lines of FP8 are unpacked beside products of those before: for a step of one tile of rows, or a block for several.
 pub(crate) struct Streamed<'a, U, L, const SCALED: u8, const P: usize> {
     pub unit: U,
@@ -328,7 +328,7 @@ impl<U: TileUnit, L: Floats, const SCALED: u8, const P: usize> Streamed<'_, U, L
         let row_tiles = if STEPS == 1 { 1 } else { self.rows.div_ceil(TILE_ROWS) };
         let rows = self.rows.div_ceil(row_tiles);
         let first = |tile: usize| (tile * rows).min(self.rows - rows);
-        assert!(rows > 0 && rows <= TILE_ROWS && buffer.len() == stream_size(self.rows));
+        assert!(rows > 0 && rows <= TILE_ROWS && buffer.len() >= stream_size(self.rows));
         let (lines, buffer) = buffer.split_at_mut(lines_size(self.rows));
         let (sums, totals) = buffer.split_at_mut(SUMS_OF_STREAM);
         let (sums, totals) = (&mut sums[..rows * P * LINE], &mut totals[..row_tiles * rows * P * LINE]);
