@@ -18,13 +18,12 @@ use crate::Amx;
 pub struct Crossover {
     /// For INT8 per channel, whose products have the bits of VNNI: a matter of speed. `usize::MAX`: never.
     pub int8: usize,
-    /// For all other weights of integers, and those of FP8 with scales of blocks or groups: from so many rows on, on average over the experts of a layer,
-    /// a call multiplies them as BF16 numbers with BF16 inputs. `usize::MAX`: never. What a token gives then differs between calls of
+    /// For all other weights of integers, and MXFP8: from so many rows on, on average over the experts of a layer, a call multiplies them as BF16 numbers with BF16 inputs. `usize::MAX`: never. What a token gives then differs between calls of
     /// few and of many tokens, within the bounds of both.
     pub many: usize,
     /// For BF16 weights; these are on tiles from 9 rows on in any case. A matter of speed: no bit depends on it.
     pub bf16: usize,
-    /// For FP8 and MXFP8 in calls of few rows, and FP8 per channel in all; as `bf16`. They are unpacked for tiles, so that these are worth it later.
+    /// For FP8, and MXFP8 in calls of few rows; as `bf16`.
     pub fp8: usize,
 }
 

@@ -1,7 +1,7 @@
 //! Tile instructions on CPUs without them: they are illegal there, and the handler of that signal runs them on the model.
 //!
-//! The kernels' own assembly runs unchanged. Rows that are loaded or written are checked against what the product may touch, which
-//! no sanitizer could do: it does not see into assembly.
+//! The kernels' own assembly runs unchanged. Rows that are loaded or written by [`multiply`](kt_avx512::engine::TileUnit::multiply) are checked against what the
+//! product may touch, which no sanitizer could do: it does not see into assembly. Those of streams are what each step's arguments say.
 
 #![allow(unsafe_code)] // signals and registers
 

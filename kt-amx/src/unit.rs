@@ -1,7 +1,8 @@
-//! The tile unit: one block of assembly from `ldtilecfg` to `tilerelease`.
+//! The tile unit: for products of many rows one block of assembly from `ldtilecfg` to `tilerelease`.
 //!
 //! Tiles are registers that the compiler knows nothing of, so nothing of them outlives the block: no call, no lock, no hand-over to
-//! another thread comes in between.
+//! another thread comes in between. For streams of lines, which are unpacked beside products, there is a block for each step, and sums stay in
+//! tiles meanwhile: compilers have no instructions for these, and what is between the blocks is inlined there (`tests/check-asm` looks for calls).
 //!
 //! ```text
 //! tmm0 tmm1   sums of rows 0..16 with both panels        tmm4 tmm5   rows 0..16 and 16..32 of a step

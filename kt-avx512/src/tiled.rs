@@ -135,7 +135,7 @@ pub struct TileProduct {
 /// A unit that multiplies tiles.
 ///
 /// # Safety
-/// A value must exist only where its instructions do, and `multiply` must touch no memory but what its argument names.
+/// A value must exist only where its instructions do, and its methods must touch no memory but what their arguments name.
 pub unsafe trait TileUnit: Copy + Send + Sync + std::fmt::Debug + 'static {
     /// Multiplies.
     ///
