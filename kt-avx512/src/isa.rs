@@ -129,7 +129,7 @@ pub unsafe trait Isa: Copy {
         unreachable!("no tile unit")
     }
 
-    /// Runs a tile of `rows` rows x the panels of a bundle, whose lines stream, on the tile unit ([`Streamed`](crate::tiled::Streamed)); only where there is one.
+    /// Runs a tile of `rows` rows x the panels of a bundle, whose lines stream, on the tile unit; only where there is one.
     #[inline(always)]
     fn stream_on_tiles<L: Floats, const SCALED: u8, const P: usize>(self, _rows: usize, _tile: Tile<'_>) {
         unreachable!("no tile unit")

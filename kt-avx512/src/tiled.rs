@@ -361,7 +361,7 @@ impl<U: TileUnit, L: Floats, const SCALED: u8, const P: usize> Streamed<'_, U, L
                     let step = begin + i;
                     let at = if const { L::OPERANDS > 1 } {
                         let done = tile * STEPS + i;
-                        if done % row_tiles == 0 && begin + STEPS < steps {
+                        if done.is_multiple_of(row_tiles) && begin + STEPS < steps {
                             let to = unpacked(begin + STEPS + done / row_tiles);
                             // SAFETY: a step of the next ones, in bounds as said above; its lines.
                             unsafe { of_row.unpack_chain(isa, &mut next, &mut lines[to..][..P * STEP_LINES]) };
