@@ -1124,30 +1124,39 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         small
     }
 
-    /// The scales of span `span` of block `block`.
+    /// The scale, or those, of panel `p` of span `span` of block `block`.
+    ///
+    /// # Safety
+    /// They are readable.
+    #[inline(always)]
+    pub(crate) unsafe fn scale_of<I: Isa>(&self, isa: I, p: usize, (block, span): (usize, usize)) -> I::Flt {
+        let at = self.tile.group_at + self.record_at(block) + span * scaled::span(SCALED).1;
+        let at = self.tile.panel_at(p, at);
+        // SAFETY: readable by the caller's promise.
+        let scale = unsafe { if SCALED == scaled::TILES { isa.load_f32(at) } else { isa.exp2(isa.load_u8(at)) } };
+        if SCALED == scaled::GROUPS {
+            // 255 is infinite so far: times 0 it is NaN.
+            isa.mul_add(scale, isa.zero(), scale)
+        } else {
+            scale
+        }
+    }
+
+    /// Adds the sums of a span, times its scales.
     ///
     /// # Safety
     /// They are readable in all panels.
     #[inline(always)]
-    pub(crate) unsafe fn scales_of<I: Isa>(&self, isa: I, (block, span): (usize, usize)) -> [I::Flt; P] {
-        let at = self.tile.group_at + self.record_at(block) + span * scaled::span(SCALED).1;
-        let mut scales = [isa.zero(); P];
-        for (p, scale) in scales.iter_mut().enumerate() {
-            let at = self.tile.panel_at(p, at);
+    unsafe fn add_scaled<I: Isa>(
+        &self,
+        isa: I,
+        total: &mut [[I::Flt; P]; R],
+        sums: &[[I::Flt; P]; R],
+        at: (usize, usize),
+    ) {
+        for p in 0..P {
             // SAFETY: readable by the caller's promise.
-            *scale = unsafe { if SCALED == scaled::TILES { isa.load_f32(at) } else { isa.exp2(isa.load_u8(at)) } };
-            if SCALED == scaled::GROUPS {
-                // 255 is infinite so far: times 0 it is NaN.
-                *scale = isa.mul_add(*scale, isa.zero(), *scale);
-            }
-        }
-        scales
-    }
-
-    /// Adds the sums of a span of columns, times its scales.
-    #[inline(always)]
-    fn add_scaled<I: Isa>(isa: I, total: &mut [[I::Flt; P]; R], sums: &[[I::Flt; P]; R], scales: [I::Flt; P]) {
-        for (p, scale) in scales.into_iter().enumerate() {
+            let scale = unsafe { self.scale_of(isa, p, at) };
             for r in 0..R {
                 total[r][p] = isa.mul_add(sums[r][p], scale, total[r][p]);
             }
@@ -1364,8 +1373,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                 }
                 if record > 0 {
                     // SAFETY: the scales of this span of P panels, in bounds as said above.
-                    let scales = unsafe { self.scales_of(isa, (block, s)) };
-                    Self::add_scaled(isa, &mut total, &sums, scales);
+                    unsafe { self.add_scaled(isa, &mut total, &sums, (block, s)) };
                 } else {
                     total = sums;
                 }

@@ -381,8 +381,11 @@ impl<U: TileUnit, L: Floats, const SCALED: u8, const P: usize> Streamed<'_, U, L
                     // SAFETY: sums of a tile of rows and all panels.
                     unsafe { unit.write::<P>(sums.as_mut_ptr()) };
                     unit.clear();
-                    // SAFETY: the scales of this span of P panels, in bounds as said above.
-                    let scales = unsafe { of_row.scales_of(isa, (block, step * STEP % BLOCK / span)) };
+                    let mut scales = [isa.zero(); P];
+                    for (p, scale) in scales.iter_mut().enumerate() {
+                        // SAFETY: the scales of this span of panel `p`, in bounds as said above.
+                        *scale = unsafe { of_row.scale_of(isa, p, (block, step * STEP % BLOCK / span)) };
+                    }
                     for (total, sum) in totals.chunks_exact_mut(P * LINE).zip(sums.chunks_exact(P * LINE)) {
                         for (p, &scale) in scales.iter().enumerate() {
                             let at = total[p * LINE..][..LINE].as_mut_ptr();
