@@ -260,6 +260,25 @@ fn bf16_products_have_the_same_bits_for_any_number_of_rows() {
 }
 
 #[test]
+fn rows_of_several_passes_have_the_bits_of_few() {
+    let Some(kernel) = kernel_or_skip() else { return };
+    let (n, outputs, cols) = (300, 80, 384);
+    for format in [Format::Bf16, Format::Fp8Block, Format::Fp8Channel, Format::Mxfp8] {
+        let matrix = matrix(format, outputs, cols).unwrap();
+        let (layout, _) = kernel.accepts(format, outputs, cols).unwrap();
+        let (w, x) = (weights(kernel, &matrix), Rows::new(kernel, layout, &inputs(n as usize, cols), cols));
+        let all = product(kernel, &w, 0..outputs, &x, 0..n);
+        assert!(all.iter().any(|&v| v != 0), "{format}: nothing but zeros");
+        for few in [5, 16, 17, 128, 129] {
+            for first in (0..=n - few).step_by(61) {
+                let got = product(kernel.with_crossover(TILES), &w, 0..outputs, &x, first..first + few);
+                assert!(got == all[first as usize * outputs..][..got.len()], "{format}: {few} rows from {first}");
+            }
+        }
+    }
+}
+
+#[test]
 fn bf16_products_are_those_of_the_decoded_weights() {
     let Some(kernel) = kernel_or_skip() else { return };
     for (format, matrix) in cases() {
