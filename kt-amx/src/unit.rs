@@ -346,8 +346,8 @@ unsafe impl TileUnit for Unit {
     }
 
     #[inline(always)]
-    fn clear(self) {
-        // SAFETY: `self` proves the instructions; the tiles are configured since `begin`.
+    unsafe fn clear(self) {
+        // SAFETY: `self` proves the instructions; the tiles are configured, by the caller's promise.
         unsafe {
             asm!(
                 "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",

@@ -20,7 +20,7 @@ use crate::ahead::{Ahead, Later, prefetch_later, prefetch_now};
 use crate::isa::{Isa, Job};
 use crate::layout::{BITS, LINE, PANEL, SUPER, spread, unit_of};
 use crate::lines::{Codes, Floats, Lines, SHIFTED, Scale, Steps};
-use crate::tiled::{CHAIN, SUM_ROW, SUMS_BYTES};
+use crate::tiled::{CHAIN, NUMBER, SUM_ROW, SUMS_BYTES};
 
 /// What register tiles read and write that follow each other in rows: `blocks` blocks of 128 columns of it.
 pub struct Tile<'a> {
@@ -342,9 +342,6 @@ static TWICE: [[u8; LINE]; 2] = {
     }
     t
 };
-
-/// Bytes of a BF16 number.
-const BF16_BYTES: usize = 2;
 
 /// Lines that are asked for where a single stream will go on elsewhere.
 const NEXT_LINES: usize = 64;
@@ -1389,7 +1386,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
     pub(crate) fn check_stream<I: Isa>(&self, rows: usize) {
         let t = &self.tile;
         assert!(t.unit == 1 && t.first_block == 0 && t.row_tiles == 1);
-        let input = BLOCK * BF16_BYTES;
+        let input = BLOCK * NUMBER;
         assert!(t.row_bytes == input);
         let reads = Reads { line_step: L::BUNDLE * LINE, scales: self.scales::<I>(), input };
         t.check(rows, P, [Self::LINE_BYTES, 0], reads);

@@ -39,7 +39,7 @@ pub const SUMS_BYTES: usize = 2 * TILE_ROWS * SUM_ROW;
 /// Bytes of the sums of a row with both panels.
 pub(crate) const SUM_ROW: usize = TILE_PANELS * LINE;
 /// Bytes of a BF16 number.
-const NUMBER: usize = 2;
+pub(crate) const NUMBER: usize = 2;
 /// Columns of BF16 of a step.
 const STEP: usize = LINE / NUMBER;
 /// Spans whose sums are kept at a time: two thirds of a first-level cache of 48 KiB.
@@ -147,22 +147,25 @@ pub unsafe trait TileUnit: Copy + Send + Sync + std::fmt::Debug + 'static {
     /// so that sums stay where they are.
     fn begin(self, rows: usize);
     /// Sets all sums to zero.
-    fn clear(self);
+    ///
+    /// # Safety
+    /// Between [`TileUnit::begin`] and [`TileUnit::end`].
+    unsafe fn clear(self);
     /// Sets the sums to what [`TileUnit::write`] wrote.
     ///
     /// # Safety
-    /// That is readable, of all rows and of `P` panels, 1 or 4.
+    /// Between [`TileUnit::begin`] and [`TileUnit::end`]; that is readable, of all rows and of `P` panels, 1 or 4.
     unsafe fn load<const P: usize>(self, sums: *const u8);
     /// Adds the BF16 products of 32 columns to the sums of each panel. Those of row `r` are at `inputs + r * row_stride`, the 16 lines of panel `p` at
     /// `lines + p * STEP_LINES`.
     ///
     /// # Safety
-    /// They are readable, of all rows and of `P` panels, 1 or 4.
+    /// Between [`TileUnit::begin`] and [`TileUnit::end`]; they are readable, of all rows and of `P` panels, 1 or 4.
     unsafe fn step<const P: usize>(self, inputs: *const u8, row_stride: usize, lines: *const u8);
     /// Writes the sums, 64 bytes for each row and panel, those of a row one after the other.
     ///
     /// # Safety
-    /// As many bytes are writable, of all rows and of `P` panels, 1 or 4, and of the caller alone.
+    /// Between [`TileUnit::begin`] and [`TileUnit::end`]; as many bytes are writable, of all rows and of `P` panels, 1 or 4, and of the caller alone.
     unsafe fn write<const P: usize>(self, sums: *mut u8);
     /// Gives up the tiles.
     fn end(self);
@@ -346,7 +349,8 @@ impl<U: TileUnit, L: Floats, const SCALED: u8, const P: usize> Streamed<'_, U, L
         // span, and the bits of all blocks that have such.
         let mut next = Chain::of(t);
         unit.begin(rows);
-        unit.clear();
+        // SAFETY: begun.
+        unsafe { unit.clear() };
         for step in 0..if const { L::OPERANDS > 1 } { STEPS } else { 0 } {
             // SAFETY: a step of the first ones, in bounds as said above; its lines.
             unsafe { of_row.unpack_chain(isa, &mut next, &mut lines[unpacked(step)..][..P * STEP_LINES]) };
@@ -379,8 +383,10 @@ impl<U: TileUnit, L: Floats, const SCALED: u8, const P: usize> Streamed<'_, U, L
                         continue;
                     }
                     // SAFETY: sums of a tile of rows and all panels.
-                    unsafe { unit.write::<P>(sums.as_mut_ptr()) };
-                    unit.clear();
+                    unsafe {
+                        unit.write::<P>(sums.as_mut_ptr());
+                        unit.clear();
+                    }
                     let mut scales = [isa.zero(); P];
                     for (p, scale) in scales.iter_mut().enumerate() {
                         // SAFETY: the scales of this span of panel `p`, in bounds as said above.
