@@ -13,7 +13,7 @@ use crate::Amx;
 
 /// From how many rows of an expert on its products run on tiles.
 ///
-/// Written and read as `int8=12 many=32 bf16=2 fp8=2`, so that what [`Amx::measure`] found may be kept.
+/// Written and read as `int8=2 many=32 bf16=2 fp8=2`, so that what [`Amx::measure`] found may be kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Crossover {
     /// For INT8 per channel, whose products have the bits of VNNI: a matter of speed. `usize::MAX`: never.
@@ -30,7 +30,7 @@ pub struct Crossover {
 /// As measured on Emerald Rapids; see `PERFORMANCE.md`.
 impl Default for Crossover {
     fn default() -> Self {
-        Crossover { int8: 12, many: 32, bf16: 2, fp8: 2 }
+        Crossover { int8: 2, many: 32, bf16: 2, fp8: 2 }
     }
 }
 
@@ -147,7 +147,7 @@ mod tests {
             assert_eq!(of.to_string().parse::<Crossover>().unwrap(), of);
         }
         let default = Crossover::default().to_string();
-        assert_eq!(default, "int8=12 many=32 bf16=2 fp8=2");
+        assert_eq!(default, "int8=2 many=32 bf16=2 fp8=2");
         for wrong in [
             "",
             "int8=1",
@@ -157,7 +157,7 @@ mod tests {
             "int8=1 many=1 bf16=1 fp8=1 more=1",
             "int8=1 many=-1 bf16=1 fp8=1",
             "many=32 bf16=5 fp8=7",
-            "int8=12 groups=never bf16=5 fp8=7",
+            "int8=2 groups=never bf16=5 fp8=7",
         ] {
             let why = wrong.parse::<Crossover>().unwrap_err();
             assert!(why.0.contains(&format!("`{wrong}`")) && why.0.contains(&default), "{why}");

@@ -102,7 +102,7 @@ impl Kernel for Amx {
                 Ok((layout, "VNNI; blocks in place, decoded for each product"))
             }
             InputLayout::Int8 { group: BLOCK, .. } => {
-                Ok((layout, "AMX tiles of int8 for many rows, VNNI for few; packed by 16 outputs"))
+                Ok((layout, "AMX tiles of int8 for most rows, VNNI for few; packed by 16 outputs"))
             }
             InputLayout::Int8 { .. } if self.many => {
                 Ok((InputLayout::Bf16, "AMX tiles of bf16, unpacked with their scales; packed by 16 outputs"))

@@ -263,7 +263,7 @@ fn bf16_products_have_the_same_bits_for_any_number_of_rows() {
 fn rows_of_several_passes_have_the_bits_of_few() {
     let Some(kernel) = kernel_or_skip() else { return };
     let (n, outputs, cols) = (300, 96, 384);
-    for format in [Format::Bf16, Format::Fp8Block, Format::Fp8Channel, Format::Mxfp8] {
+    for format in [Format::Bf16, Format::Fp8Block, Format::Fp8Channel, Format::Mxfp8, Format::Int8(Group::Row)] {
         let matrix = matrix(format, outputs, cols).unwrap();
         let (layout, _) = kernel.accepts(format, outputs, cols).unwrap();
         let (w, x) = (weights(kernel, &matrix), Rows::new(kernel, layout, &inputs(n as usize, cols), cols));

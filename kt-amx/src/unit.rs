@@ -7,8 +7,7 @@
 //! ```text
 //! tmm0 tmm1   sums of rows 0..16 with both panels        tmm4 tmm5   rows 0..16 and 16..32 of a step
 //! tmm2 tmm3   sums of rows 16..32                        tmm6 tmm7   lines of both panels of a step
-//! for each block, for each step: load and multiply by turns, four times each, and ask for what comes later; at the end of a span write the sums
-//!     and begin anew
+//! for each block, for each step: load and multiply by turns, four times each, and ask for what comes later; at the end write the sums
 //! ```
 //!
 //! Operands are set to zero as soon as they are not needed any more: that takes no time, and what the core has for tiles is free for those that come next
@@ -21,7 +20,7 @@
 use std::arch::asm;
 use std::mem::offset_of;
 
-use kt_avx512::engine::{Asked, LINE, PANEL, STEP_LINES, SUMS_BYTES, TILE_PANELS, TILE_ROWS, TileProduct, TileUnit};
+use kt_avx512::engine::{Asked, LINE, PANEL, STEP_LINES, TILE_PANELS, TILE_ROWS, TileProduct, TileUnit};
 use kt_core::cpu::amx;
 use kt_core::cpu::amx::Refusal;
 
@@ -110,9 +109,6 @@ struct Call {
     blocks: usize,
     /// Blocks that are left.
     blocks_left: usize,
-    sum_steps: usize,
-    /// Steps until sums are due.
-    left: usize,
     asked: *const Asked,
     asked_lines: usize,
     /// Of a block.
@@ -126,7 +122,7 @@ struct Call {
 /// The block of assembly for some of the tiles: sums to clear, to load and to write, and by turns operands to load and products.
 macro_rules! tiles {
     (
-        $p:ident, $dot:literal,
+        $p:ident,
         clear: [$($clear:literal),*], begin: [$($begin:literal),*],
         step: [$($load:literal, [$($operands:literal),*], [$($spent:literal),*]);*], write: [$($write:literal),*]
     ) => {{
@@ -146,8 +142,6 @@ macro_rules! tiles {
             sums_stride: $p.sums_stride,
             blocks: $p.blocks,
             blocks_left: $p.blocks,
-            sum_steps: $p.sum_steps,
-            left: $p.sum_steps,
             asked: $p.asked,
             asked_lines: $p.asked_lines,
             steps: $p.steps,
@@ -195,7 +189,7 @@ macro_rules! tiles {
                 "add qword ptr [{call} + {ASKED}], 16",
                 "mov {steps}, qword ptr [{call} + {STEPS}]",
                 "4:",
-                $($load, $(concat!($dot, " ", $operands),)* $(concat!("tilezero ", $spent),)*)*
+                $($load, $(concat!("tdpbf16ps ", $operands),)* $(concat!("tilezero ", $spent),)*)*
                 "mov {half}, qword ptr [{call} + {ASKED_LINES}]",
                 "test {half}, {half}",
                 "jz 6f",
@@ -209,19 +203,6 @@ macro_rules! tiles {
                 "add {a1}, {LINE}",
                 "add {b0}, {STEP_LINES}",
                 "add {b1}, {STEP_LINES}",
-                "dec qword ptr [{call} + {LEFT}]",
-                "jnz 7f",
-                "mov {sums}, qword ptr [{call} + {SUMS}]",
-                "mov {sums_stride}, qword ptr [{call} + {SUMS_STRIDE}]",
-                "mov {half}, {sums_stride}",
-                "shl {half}, 4",
-                "add {half}, {sums}",
-                $($write,)*
-                $($clear,)*
-                "add qword ptr [{call} + {SUMS}], {SUMS_BYTES}",
-                "mov {half}, qword ptr [{call} + {SUM_STEPS}]",
-                "mov qword ptr [{call} + {LEFT}], {half}",
-                "7:",
                 "dec {steps}",
                 "jnz 4b",
                 "add {a0}, qword ptr [{call} + {SKIP}]",
@@ -230,6 +211,12 @@ macro_rules! tiles {
                 "add {b1}, qword ptr [{call} + {LINE_SKIP}]",
                 "dec qword ptr [{call} + {BLOCKS_LEFT}]",
                 "jnz 3b",
+                "mov {sums}, qword ptr [{call} + {SUMS}]",
+                "mov {sums_stride}, qword ptr [{call} + {SUMS_STRIDE}]",
+                "mov {half}, {sums_stride}",
+                "shl {half}, 4",
+                "add {half}, {sums}",
+                $($write,)*
                 "dec qword ptr [{call} + {ROW_TILES}]",
                 "jnz 8b",
                 "tilerelease",
@@ -262,13 +249,10 @@ macro_rules! tiles {
                 SUMS = const offset_of!(Call, sums),
                 SUMS_STRIDE = const offset_of!(Call, sums_stride),
                 BLOCKS = const offset_of!(Call, blocks),
-                SUM_STEPS = const offset_of!(Call, sum_steps),
-                LEFT = const offset_of!(Call, left),
                 ASKED = const offset_of!(Call, asked),
                 ASKED_LINES = const offset_of!(Call, asked_lines),
                 SKIP = const offset_of!(Call, skip),
                 LINE_SKIP = const offset_of!(Call, line_skip),
-                SUMS_BYTES = const SUMS_BYTES,
                 STEPS = const offset_of!(Call, steps),
                 LINE = const LINE,
                 STEP_LINES = const PANEL * LINE,
@@ -282,10 +266,10 @@ macro_rules! tiles {
 
 /// The blocks for all numbers of rows.
 macro_rules! multiply {
-    ($p:ident, $dot:literal) => {
+    ($p:ident) => {
         match $p.rows > TILE_ROWS {
             true => tiles!(
-                $p, $dot,
+                $p,
                 clear: ["tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3"],
                 begin: [
                     "tileloadd tmm0, [{at} + {stride}]", "tileloadd tmm1, [{at} + {stride} + 64]",
@@ -303,7 +287,7 @@ macro_rules! multiply {
                 ]
             ),
             false => tiles!(
-                $p, $dot,
+                $p,
                 clear: ["tilezero tmm0", "tilezero tmm1"],
                 begin: ["tileloadd tmm0, [{at} + {stride}]", "tileloadd tmm1, [{at} + {stride} + 64]"],
                 step: [
@@ -325,15 +309,10 @@ unsafe impl TileUnit for Unit {
     unsafe fn multiply(self, p: &TileProduct) {
         // Registers would be configured wrongly, which is a trap.
         assert!((1..=2 * TILE_ROWS).contains(&p.rows));
-        assert!(p.row_tiles > 0 && p.blocks > 0 && p.steps > 0 && p.sum_steps > 0);
+        assert!(p.row_tiles > 0 && p.blocks > 0 && p.steps > 0);
         #[cfg(all(test, target_os = "linux"))]
         let _bounds = crate::emulator::Bounds::of(p);
-        if p.bf16 {
-            multiply!(p, "tdpbf16ps");
-        } else {
-            // Inputs are signed, weights are not.
-            multiply!(p, "tdpbsud");
-        }
+        multiply!(p);
     }
 
     #[inline(always)]
@@ -419,6 +398,38 @@ unsafe impl TileUnit for Unit {
                     options(nostack, readonly),
                 );
             }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn step_int8(self, inputs: *const u8, row_stride: usize, lines: *const u8, panel_stride: usize) {
+        // SAFETY: as above.
+        unsafe {
+            // Inputs are signed, weights are not.
+            asm!(
+                "tileloadd tmm4, [{inputs} + {row}]",
+                "tileloadd tmm5, [{lines} + {line}]",
+                "tdpbsud tmm0, tmm4, tmm5",
+                "tilezero tmm5",
+                "tileloadd tmm6, [{second} + {line}]",
+                "tdpbsud tmm1, tmm4, tmm6",
+                "tilezero tmm6",
+                "tileloadd tmm7, [{third} + {line}]",
+                "tdpbsud tmm2, tmm4, tmm7",
+                "tilezero tmm7",
+                "tileloadd tmm5, [{fourth} + {line}]",
+                "tdpbsud tmm3, tmm4, tmm5",
+                "tilezero tmm4",
+                "tilezero tmm5",
+                inputs = in(reg) inputs, row = in(reg) row_stride, line = in(reg) LINE,
+                lines = in(reg) lines,
+                second = in(reg) lines.wrapping_add(panel_stride),
+                third = in(reg) lines.wrapping_add(2 * panel_stride),
+                fourth = in(reg) lines.wrapping_add(3 * panel_stride),
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack, readonly),
+            );
         }
     }
 

@@ -135,6 +135,12 @@ pub unsafe trait Isa: Copy {
         unreachable!("no tile unit")
     }
 
+    /// The same of INT8 per channel.
+    #[inline(always)]
+    fn stream_ints_on_tiles(self, _rows: usize, _tile: Tile<'_>) {
+        unreachable!("no tile unit")
+    }
+
     /// Runs a tile of `r` rows of integers with words for scales; only with VNNI of 512 bits.
     #[inline(always)]
     fn multiply_words(self, _kind: Kind, _r: usize, _tile: Tile<'_>) {

@@ -56,7 +56,7 @@ pub mod engine {
     pub use crate::lines::{Bytes, Codes, E2M1_ZERO, E2m1, Lines, Nibbles, SHIFTED, Scale, Steps};
     pub use crate::product::{Ints, Path, Product};
     pub use crate::tile::Tile;
-    pub use crate::tiled::{Asked, STEP_LINES, SUMS_BYTES, TILE_PANELS, TILE_ROWS, TileProduct, TileUnit};
+    pub use crate::tiled::{Asked, STEP_LINES, TILE_PANELS, TILE_ROWS, TileProduct, TileUnit};
 }
 
 /// The backend for the best instructions that this CPU has, up to `cap`.

@@ -17,8 +17,6 @@ pub trait Lines: Copy {
     const SHARED: bool = false;
     /// How many panels take turns with them; see [`Layout::bundle`](crate::layout::Layout::bundle).
     const BUNDLE: usize = 1;
-    /// Whether they are sums of products already: one for each row, panel and span of columns that share a scale.
-    const SUMMED: bool = false;
     /// Whether a bit for each line of a block, in front of its panel, tells those with small codes, which are zeros and subnormal ones, from others.
     const TOLD: bool = false;
     /// What the loop keeps in registers for unpacking.
@@ -84,25 +82,6 @@ macro_rules! direct {
             [unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)[0]) }; 2]
         }
     };
-}
-
-/// Sums that a tile unit left, as [`TileProduct`](crate::tiled::TileProduct) has them: no lines of weights, but what became of them.
-#[derive(Clone, Copy)]
-pub(crate) struct Summed;
-
-impl Lines for Summed {
-    const SUMMED: bool = true;
-    direct!();
-}
-
-impl Codes for Summed {
-    const SPAN: usize = 0;
-    type Unpacked = Self;
-}
-
-impl Floats for Summed {
-    const BF16: bool = true;
-    type Unpacked = Self;
 }
 
 /// Codes of one byte, which are small enough for sums over `SPAN` columns, or not (0).

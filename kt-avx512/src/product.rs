@@ -18,10 +18,10 @@ use crate::isa::{Isa, Job, Ports, most_stream_rows, stream_rows};
 use crate::layout::{BITS, CHUNK, LINE, Layout, MOST_PANELS, PANEL, SUPER, panels, spread};
 use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
-    Nibbles, NoScale, Scale, Scales, Summed, Unpack, Widen, WidenFloats,
+    Nibbles, NoScale, Scale, Scales, Unpack, Widen, WidenFloats,
 };
 use crate::tile::{FloatTile, IntTile, Tile, int_asks, one_stream, scaled, scaled_blocks};
-use crate::tiled::{self, MOST_ROWS, PIECE, STREAM_ROWS, SUMS_SIZE, Spans, TILE_ROWS, stream_size};
+use crate::tiled::{self, MOST_ROWS, PIECE, STREAM_ROWS, SUMS_SIZE, TILE_ROWS, stream_size};
 use crate::words::{
     self, CHUNK_BLOCKS, Kind, Prepare, PrepareSupers, SUPER_BYTES, WORD_ROWS, chunk_bytes, scales_bytes,
 };
@@ -67,6 +67,8 @@ pub trait Path<I: Isa> {
     const STREAMS_ON_TILES: bool = false;
     /// See above.
     const STREAMS_ANY_ROWS: bool = false;
+    /// Panels of these.
+    const TILE_PANELS: usize = <Self::Lines as Lines>::BUNDLE;
     /// The most rows that stream over one panel after another with operands of 512 bits, where the hardware reads a single stream best.
     const ONE_STREAM: usize;
     /// Blocks that K is cut into multiples of.
@@ -224,6 +226,9 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const INTEGERS: bool = true;
     // Where inputs have a scale for a whole block, and weights none but that of the output.
     const ON_TILES: bool = XG == BLOCK && WG == 0 && L::OPERANDS == 1;
+    const STREAMS_ON_TILES: bool = I::TILES && <Self as Path<I>>::ON_TILES;
+    const STREAMS_ANY_ROWS: bool = true;
+    const TILE_PANELS: usize = MOST_PANELS;
     const IN_WORDS: bool = I::LARGE && I::VNNI && !I::TILES && L::SPAN > 4 && WG == XG && !S::ZEROS;
     const LIGHT: bool = L::OPERANDS == 1;
     const GROUPED: bool = S::RECORD > 0;
@@ -245,9 +250,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const WORDS: [usize; 2] = if words_of_type::<I, S>() { [SUPER_BYTES, 0] } else { [0; 2] };
 
     fn rows(isa: I, rows: usize) -> usize {
-        if I::TILES {
-            2 * TILE_ROWS
-        } else if words_of_type::<I, S>() {
+        if words_of_type::<I, S>() {
             WORD_ROWS
         } else if S::WORDS > 0 && I::LARGE {
             5
@@ -289,13 +292,17 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         stream_shapes!(I, Self, r, isa.run(IntTile::<L, S, XG, WG, true, R, P> { tile, kind }))
     }
 
+    fn stream_on_tiles(isa: I, r: usize, tile: Tile<'_>) {
+        if const { <Self as Path<I>>::STREAMS_ON_TILES } {
+            isa.stream_ints_on_tiles(r, tile);
+        } else {
+            unreachable!("these do not stream");
+        }
+    }
+
     fn cached(isa: I, r: usize, unpacked: bool, tile: Tile<'_>) {
         if const { I::TILES } {
-            let spans = Spans { bf16: false, columns: Some(XG), record: 0, outputs: S::OUTPUTS };
-            tiled::cached(isa, r, tile, spans, |r, tile| {
-                let kind = PhantomData;
-                rows!(r, [1, 2, 3, 4], isa.run(IntTile::<Summed, S, XG, WG, false, R, 2> { tile, kind }))
-            });
+            unreachable!("any number of these rows streams");
         } else if const { words_of_type::<I, S>() } {
             isa.multiply_words(Kind { nibbles: !unpacked, group: XG, words: words::Words::OfType }, r, tile);
         } else if const { I::LARGE && I::VNNI } && unpacked {
@@ -328,7 +335,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         false => most_stream_rows(I::LARGE),
     };
     const WIDENS_GROUPS: bool = SCALED == scaled::GROUPS;
-    const STREAMS_ON_TILES: bool = I::TILES && L::BF16 && !L::SUMMED;
+    const STREAMS_ON_TILES: bool = I::TILES && L::BF16;
     const STREAMS_ANY_ROWS: bool = L::OPERANDS > 1;
     const ONE_STREAM: usize = 0;
     const SCALED_BLOCKS: usize = 1;
@@ -415,11 +422,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
 /// A tile of BF16 lines by a tile unit.
 #[inline(always)]
 fn tiled_rows<I: Isa, const SCALED: u8>(isa: I, r: usize, tile: Tile<'_>) {
-    let spans = Spans { bf16: true, columns: None, record: 0, outputs: scaled::of_outputs(SCALED) };
-    tiled::cached(isa, r, tile, spans, |r, tile| {
-        let kind = PhantomData;
-        rows!(r, [1, 2, 3, 4], isa.run(FloatTile::<Summed, SCALED, false, R, 2> { tile, kind }))
-    });
+    tiled::cached(isa, r, tile, scaled::of_outputs(SCALED));
 }
 
 /// Weights that a path has, as BF16 numbers times their scales but for those of outputs, for a tile unit.
@@ -714,7 +717,7 @@ impl Product<'_> {
             later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
             later.spread(1, Level::Second);
             later.ask();
-            let panels = if on_tiles { K::Lines::BUNDLE } else { stream_panels::<I, K>(n) };
+            let panels = if on_tiles { K::TILE_PANELS } else { stream_panels::<I, K>(n) };
             let (lines_at, scales_at) = (layout.lines_at(0), scales_at(0));
             let ahead = Ahead::of(n, panels, K::INTEGERS, layout.bundle);
             let mut rows = (inputs, input_stride, block_bytes);
@@ -792,11 +795,7 @@ impl Product<'_> {
         // `larger` of one row more, then the others.
         let (rows, larger) = (n / tiles, n % tiles);
         // Sums of a tile unit have a buffer.
-        let together = |tiles: usize, rows: usize| match (I::TILES, K::GROUPED || K::INTEGERS) {
-            (false, _) => tiles,
-            (true, true) => 1,
-            (true, false) => tiles.min(MOST_ROWS / rows),
-        };
+        let together = |tiles: usize, rows: usize| if I::TILES { tiles.min(MOST_ROWS / rows) } else { tiles };
         while done < width {
             let at = panel_at(done);
             for start in (0..layout.blocks).step_by(most_blocks) {

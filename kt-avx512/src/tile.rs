@@ -18,14 +18,13 @@ use kt_core::cpu::input::{BLOCK, WORD_ZERO};
 
 use crate::ahead::{Ahead, Later, prefetch_later, prefetch_now};
 use crate::isa::{Isa, Job};
-use crate::layout::{BITS, LINE, PANEL, SUPER, spread, unit_of};
+use crate::layout::{BITS, LINE, MOST_PANELS, PANEL, SUPER, spread, unit_of};
 use crate::lines::{Codes, Floats, Lines, SHIFTED, Scale, Steps};
-use crate::tiled::{CHAIN, NUMBER, SUM_ROW, SUMS_BYTES};
+use crate::tiled::{CHAIN, NUMBER};
 
 /// What register tiles read and write that follow each other in rows: `blocks` blocks of 128 columns of it.
 pub struct Tile<'a> {
-    /// The lines of the first panel, from its first block, and those that lie apart; those of panel `p` begin at `p * weight_stride`. Or the
-    /// sums of the first row, those of row `r` two lines times `r` on, those of the next span of columns [`SUMS_BYTES`].
+    /// The lines of the first panel, from its first block, and those that lie apart; those of panel `p` begin at `p * weight_stride`.
     pub weights: [&'a [u8]; 2],
     /// See `weights`.
     pub weight_stride: usize,
@@ -229,12 +228,32 @@ impl Tile<'_> {
         }
     }
 
-    /// Checks that all sums of `r` rows and `p` panels are there.
+    /// Checks that all is there that a tile unit reads of `rows` rows of INT8 per channel and of panels whose lines it streams, and asks for what is in front
+    /// of those that follow.
     #[inline(always)]
-    fn check_sums(&self, r: usize, p: usize, spans: usize) {
-        assert!(
-            self.weights[0].len() >= (spans - 1) * SUMS_BYTES + (p - 1) * self.weight_stride + (r - 1) * SUM_ROW + LINE
-        );
+    pub(crate) fn check_int_stream(&self, rows: usize) {
+        // Codes, a scale, and what is kept of their sum.
+        let input = BLOCK + 8;
+        assert!(self.unit == 1 && self.first_block == 0 && self.row_tiles == 1 && self.line_skip == 0);
+        assert!(self.row_bytes == input);
+        let reads = Reads { line_step: LINE, scales: self.outputs_at + PANEL * 4, input };
+        self.check(rows, MOST_PANELS, [BLOCK * PANEL, 0], reads);
+        self.ask_front::<MOST_PANELS>();
+    }
+
+    /// From a line of a block of that to the one to ask for.
+    #[inline(always)]
+    pub(crate) fn int_stream_ahead(&self, block: usize) -> usize {
+        self.ahead::<MOST_PANELS>(block, [BLOCK * PANEL, 0], LINE)[0]
+    }
+
+    /// Checks that totals of `r` rows and `p` panels fit, and that the scales of these `outputs` are there, if they are due.
+    #[inline(always)]
+    pub(crate) fn check_totals(&self, r: usize, p: usize, outputs: bool) {
+        let scales = if outputs { self.outputs_at + PANEL * 4 } else { 0 };
+        let last = (p - 1) * self.panel_stride + spread(scales.saturating_sub(1), self.panel_step);
+        assert!(!outputs || self.panel.len() > last);
+        assert!(self.width <= p * PANEL && self.out.len() >= (r - 1) * self.out_stride + self.width);
     }
 
     /// The totals to go on from, of the tile that begins with row `first`.
@@ -424,11 +443,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         !S::MINIMA || Self::in_words::<I>() && L::SPAN < XG
     }
 
-    /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`, which are dwords or [words](Self::in_words); or what a tile unit
-    /// made of them.
+    /// Adds the products of `XG` columns, from column `k` of a block on, to `sums`, which are dwords or [words](Self::in_words).
     ///
     /// # Safety
-    /// Their lines, which begin at `line`, and the codes of all rows are readable; or the sums of all rows, which begin there.
+    /// Their lines, which begin at `line`, and the codes of all rows are readable.
     #[inline(always)]
     unsafe fn add_products<I: Isa, const ASKS: bool>(
         t: &Tile<'_>,
@@ -437,17 +455,6 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         (line, at, k): (&mut [*const u8; 2], Place, usize),
         sums: &mut [[I::Int; P]; R],
     ) {
-        if L::SUMMED {
-            for (r, sums) in sums.iter_mut().enumerate() {
-                for (p, sum) in sums.iter_mut().enumerate() {
-                    let at = line[0].wrapping_add(p * t.weight_stride + r * SUM_ROW);
-                    // SAFETY: a sum of row `r` and panel `p`, by the caller's promise.
-                    *sum = isa.add(*sum, unsafe { isa.load(at) });
-                }
-            }
-            line[0] = line[0].wrapping_add(SUMS_BYTES);
-            return;
-        }
         let apart = Self::apart::<I>();
         let whole = const { Self::in_words::<I>() || L::SPAN <= 4 || L::SPAN > XG || L::SHARED };
         let span = if whole { XG } else { L::SPAN };
@@ -645,7 +652,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let last_kept = kept - 4;
         let input_bytes = sums_at + BLOCK / XG * kept;
         let line_step = L::BUNDLE * LINE;
-        let steps = if L::SUMMED { 0 } else { BLOCK / XG * Steps::<L, XG>::COUNT };
+        let steps = BLOCK / XG * Steps::<L, XG>::COUNT;
         let block_bytes = L::PLANES.map(|bytes| steps * bytes);
         let mut scales = if S::OUTPUTS { t.outputs_at + PANEL * 4 } else { 0 };
         if S::WORDS > 0 {
@@ -660,10 +667,6 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             scales = scales.max(t.supers_at + ((t.first_block + t.blocks) * BLOCK).div_ceil(SUPER) * S::SUPER);
         }
         t.check(R, P, block_bytes, Reads { line_step, scales, input: input_bytes });
-        if L::SUMMED {
-            assert!(WG == 0 && t.row_tiles == 1);
-            t.check_sums(R, P, t.blocks * (BLOCK / XG));
-        }
 
         // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of all rows, and the
         // records of all groups, and of all groups of groups.
@@ -742,7 +745,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                         }
                     }
                 }
-                if !STREAM && !L::SUMMED && XG < BLOCK && asks == 1 {
+                if !STREAM && XG < BLOCK && asks == 1 {
                     t.later.ask();
                 }
                 let super_at = t.supers_at + (t.first_block + block) * BLOCK / SUPER * S::SUPER;
@@ -761,7 +764,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     }
                     for g in 0..columns / scaled {
                         let k = c * columns + g * scaled;
-                        if !STREAM && !L::SUMMED && XG < BLOCK && asks > 1 {
+                        if !STREAM && XG < BLOCK && asks > 1 {
                             t.later.ask();
                         }
                         if (shifts || subtracts) && g == 0 {
@@ -1160,29 +1163,16 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         }
     }
 
-    /// The totals, which a tile unit left.
-    #[inline(always)]
-    fn total_of_sums<I: Isa>(&self, isa: I) -> [[I::Flt; P]; R] {
-        let t = &self.tile;
-        assert!(t.row_tiles == 1 && scaled::span(SCALED).1 == 0);
-        t.check(R, P, [0; 2], Reads { line_step: LINE, scales: self.scales::<I>(), input: 0 });
-        t.check_sums(R, P, 1);
-        let mut total = [[isa.zero(); P]; R];
-        for (r, total) in total.iter_mut().enumerate() {
-            for (p, total) in total.iter_mut().enumerate() {
-                let at = t.weights[0].as_ptr().wrapping_add(p * t.weight_stride + r * SUM_ROW);
-                // SAFETY: the sum of row `r` and panel `p`, in bounds as `check_sums` saw.
-                *total = isa.as_f32(unsafe { isa.load(at) });
-            }
-        }
-        total
-    }
-
     /// Writes the totals of the tile that begins with row `first`.
     #[inline(always)]
-    pub(crate) fn end<I: Isa>(&mut self, isa: I, first: usize, total: [[I::Flt; P]; R]) {
-        let up = if scaled::fp8(SCALED) { I::FP8_UP } else { 1.0 };
-        self.tile.end(isa, first, total, scaled::of_outputs(SCALED), up);
+    fn end<I: Isa>(&mut self, isa: I, first: usize, total: [[I::Flt; P]; R]) {
+        self.tile.end(isa, first, total, scaled::of_outputs(SCALED), Self::up::<I>());
+    }
+
+    /// What totals are multiplied with in the end.
+    #[inline(always)]
+    pub(crate) const fn up<I: Isa>() -> f32 {
+        if scaled::fp8(SCALED) { I::FP8_UP } else { 1.0 }
     }
 
     /// [`Self::total`], with hints or, where there are none, without a trace of them.
@@ -1247,9 +1237,6 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
     fn total<I: Isa, const INPUTS_UP: bool, const ASKS: bool>(&self, isa: I, first: usize) -> [[I::Flt; P]; R] {
         let t = &self.tile;
         assert!(t.unit == 1);
-        if const { L::SUMMED } {
-            return self.total_of_sums(isa);
-        }
         let shifted = const { STREAM && scaled::fp8(SCALED) && !I::FP8_NORMAL };
         let (number, per_operand) = if L::BF16 { (I::INPUT_BYTES, 2) } else { (4, 1) };
         let input_bytes = BLOCK * number;

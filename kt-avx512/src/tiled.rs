@@ -4,16 +4,16 @@
 //! for each piece of K
 //!     the unit: 2 x 2 tiles of sums of 32 rows x 32 outputs, which begin with the totals so far and become those, while lines that come
 //!         next are asked for
-//! where columns share a scale that is not in the weights: for each piece of K whose sums fit their buffer
-//!     the unit: for each span of such columns: sums that begin with zero, written to the buffer
-//!     for each 4 rows: the totals as `tile.rs` makes them, from the sums in place of products
+//! weights that stream: for each block of 128 columns, for each 16 rows
+//!     the unit: 1 x 4 tiles of sums of 16 rows x 64 outputs, while lines of the next step are unpacked, or sums of the rows before are scaled
 //! ```
 //!
 //! A line of a panel is a row of the unit's second operand as it is, and 16 input rows are its first one. Of BF16 numbers, the unit sums the
 //! first and the second of each two products of 32 columns apart, then adds both to what it had; products that stream do the same there
 //! ([`Isa::dot_chains`]), so these have the same bits for any number of rows. Integer sums are exact, so they have the bits of VNNI.
 //!
-//! Up to 16 rows of BF16 and FP8 weights stream ([`Streamed`]): lines are unpacked for a step while those of the step before are multiplied.
+//! Up to 16 rows of BF16, and any number of FP8 weights, stream ([`Streamed`]): lines are unpacked for a step while those of the step before are multiplied.
+//! So do those of INT8 per channel ([`StreamedInts`]), whose sums leave the tiles after the 128 columns that share a scale of the inputs.
 //!
 //! Codes with scales of groups are BF16 numbers here, unpacked with their scales ([`Widened`](crate::product::Widened)): as integers, scales
 //! would be due after a few columns, outside of the tiles, which takes longer than what the unit saves.
@@ -21,6 +21,7 @@
 #![allow(unsafe_code)] // kernel
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use kt_core::cpu::input::BLOCK;
 
@@ -34,20 +35,16 @@ use crate::tile::{Chain, FloatTile, Tile, scaled};
 pub const TILE_ROWS: usize = 16;
 /// Panels whose products a unit makes.
 pub const TILE_PANELS: usize = 2;
-/// Bytes of the sums of a span of columns: of up to 32 rows, two lines each.
-pub const SUMS_BYTES: usize = 2 * TILE_ROWS * SUM_ROW;
 /// Bytes of the sums of a row with both panels.
-pub(crate) const SUM_ROW: usize = TILE_PANELS * LINE;
+const SUM_ROW: usize = TILE_PANELS * LINE;
 /// Bytes of a BF16 number.
 pub(crate) const NUMBER: usize = 2;
 /// Columns of BF16 of a step.
 const STEP: usize = LINE / NUMBER;
-/// Spans whose sums are kept at a time: two thirds of a first-level cache of 48 KiB.
-const SPANS: usize = 8;
-/// Bytes of the buffer of sums.
-pub(crate) const SUMS_SIZE: usize = SPANS * SUMS_BYTES;
-/// Most rows of tiles that are done together: as many as that has sums of, of a span.
-pub(crate) const MOST_ROWS: usize = SUMS_SIZE / SUM_ROW;
+/// Most rows of tiles that are done together.
+pub(crate) const MOST_ROWS: usize = 256;
+/// Bytes of the buffer of their sums: two thirds of a first-level cache of 48 KiB.
+pub(crate) const SUMS_SIZE: usize = MOST_ROWS * SUM_ROW;
 /// Bytes of lines of two panels that make a piece of K. A fourth of that, which is in the first-level cache with all that passes over it, was up to a
 /// seventh slower: sums go there and back with each piece.
 pub(crate) const PIECE: usize = 64 << 10;
@@ -74,8 +71,6 @@ const fn lines_size(rows: usize) -> usize {
 pub(crate) const fn stream_size(rows: usize) -> usize {
     lines_size(rows) + SUMS_OF_STREAM * (1 + rows.div_ceil(TILE_ROWS))
 }
-/// Rows whose totals are in registers at the same time.
-const ROWS: usize = 4;
 
 /// Lines to be asked for during a block, as many with each step of it.
 #[derive(Debug, Clone, Copy)]
@@ -87,14 +82,12 @@ pub struct Asked {
     pub step: usize,
 }
 
-/// What a tile unit multiplies: tiles of up to 32 input rows with two panels, steps of 64 bytes of a row.
+/// What a tile unit multiplies: tiles of up to 32 input rows with two panels, steps of 32 BF16 numbers of a row.
 ///
 /// Step `s` of block `b` of row `r` is at `inputs + b * block_stride + r * row_stride + s * 64`. The lines of a block, 16 for each step, come one after
 /// the other, and `line_skip` bytes after them those of the next one; those of panel `p` begin at `lines + p * panel_stride`.
 #[derive(Debug)]
 pub struct TileProduct {
-    /// BF16 numbers; else signed bytes of inputs with unsigned ones of weights, whose sums are I32.
-    pub bf16: bool,
     /// Steps of a block.
     pub steps: usize,
     /// Rows of a tile of rows: 1 to 32.
@@ -103,8 +96,6 @@ pub struct TileProduct {
     pub row_tiles: usize,
     /// Blocks, at least 1.
     pub blocks: usize,
-    /// Steps until sums are written and begin anew with zeros; a divisor of all steps.
-    pub sum_steps: usize,
     /// The first input row.
     pub inputs: *const u8,
     /// See above.
@@ -121,8 +112,7 @@ pub struct TileProduct {
     pub from: *const u8,
     /// Bytes from a row of it to the next one.
     pub from_stride: usize,
-    /// Where sums go: those of row `r`, panel `p` and span `n` are 64 bytes at `n * SUMS_BYTES + r * sums_stride + p * 64`. Absent rows are
-    /// left alone.
+    /// Where sums go: those of row `r` and panel `p` are 64 bytes at `r * sums_stride + p * 64`. Absent rows are left alone.
     pub sums: *mut u8,
     /// See `sums`.
     pub sums_stride: usize,
@@ -140,8 +130,7 @@ pub unsafe trait TileUnit: Copy + Send + Sync + std::fmt::Debug + 'static {
     /// Multiplies.
     ///
     /// # Safety
-    /// All steps of all rows, their lines in all panels, what sums begin with and what is to be asked for are readable; the sums of all spans are
-    /// writable, and of the caller alone.
+    /// All steps of all rows, their lines in all panels, what sums begin with and what is to be asked for are readable; the sums are writable, and of the caller alone.
     unsafe fn multiply(self, product: &TileProduct);
     /// Prepares for [`TileUnit::step`] with so many input rows, 1 to 16. From here to [`TileUnit::end`] the thread uses no tiles but by the methods between them,
     /// so that sums stay where they are.
@@ -162,6 +151,12 @@ pub unsafe trait TileUnit: Copy + Send + Sync + std::fmt::Debug + 'static {
     /// # Safety
     /// Between [`TileUnit::begin`] and [`TileUnit::end`]; they are readable, of all rows and of `P` panels, 1 or 4.
     unsafe fn step<const P: usize>(self, inputs: *const u8, row_stride: usize, lines: *const u8);
+    /// Adds the products of 64 columns of signed inputs and unsigned weights, as integers, to the sums of each of four panels. Those of row `r` are at
+    /// `inputs + r * row_stride`, the 16 lines of panel `p` at `lines + p * panel_stride`.
+    ///
+    /// # Safety
+    /// Between [`TileUnit::begin`] and [`TileUnit::end`]; they are readable, of all rows and panels.
+    unsafe fn step_int8(self, inputs: *const u8, row_stride: usize, lines: *const u8, panel_stride: usize);
     /// Writes the sums, 64 bytes for each row and panel, those of a row one after the other.
     ///
     /// # Safety
@@ -171,44 +166,29 @@ pub unsafe trait TileUnit: Copy + Send + Sync + std::fmt::Debug + 'static {
     fn end(self);
 }
 
-/// Which columns share a scale.
-pub(crate) struct Spans {
-    /// See [`TileProduct::bf16`].
-    pub bf16: bool,
-    /// So many, up to 128; none where nothing is scaled in between.
-    pub columns: Option<usize>,
-    /// Bytes of the scales of a group.
-    pub record: usize,
-    /// Whether totals are multiplied with the scales of outputs in the end.
-    pub outputs: bool,
-}
-
-/// Runs tiles of up to 32 rows x 2 panels of lines; one, where columns share scales. `rest` runs tiles of up to [`ROWS`] rows over the sums.
+/// Runs tiles of up to 32 rows x 2 panels of BF16 lines. `outputs`: totals are multiplied with the scales of outputs in the end.
 #[inline(always)]
-pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, spans: Spans, rest: impl Fn(usize, Tile<'_>)) {
+pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, outputs: bool) {
     // Bytes of a block in a row, and in the lines of a panel.
-    let row_bytes = if spans.bf16 { BLOCK * NUMBER } else { BLOCK };
-    let steps = row_bytes / LINE;
-    let line_bytes = row_bytes * PANEL;
-    let sums_of_block = spans.columns.map_or(0, |columns| BLOCK / columns);
+    const ROW: usize = BLOCK * NUMBER;
+    const LINES: usize = ROW * PANEL;
     let (row_tiles, all_rows) = (tile.row_tiles, tile.row_tiles * rows);
-    let most = SPANS.checked_div(sums_of_block).unwrap_or(MOST_ASKED / row_tiles);
+    let most = MOST_ASKED / row_tiles;
     let row_stride = tile.row_bytes;
     assert!(rows > 0 && rows <= 2 * TILE_ROWS && all_rows <= MOST_ROWS && most > 0 && tile.sums.len() == SUMS_SIZE);
-    assert!(spans.columns.is_none() || row_tiles == 1);
-    assert!(row_stride >= row_bytes && (tile.unit == 1 || tile.line_skip == 0));
-    let end = tile.lines_before(tile.blocks - 1, line_bytes) + line_bytes;
+    assert!(row_stride >= ROW && (tile.unit == 1 || tile.line_skip == 0));
+    let end = tile.lines_before(tile.blocks - 1, LINES) + LINES;
     assert!(tile.weights[0].len() >= (TILE_PANELS - 1) * tile.weight_stride + end);
     assert!(tile.inputs.len() >= (tile.blocks - 1) * tile.input_stride + all_rows * row_stride);
     assert!(tile.out.len() >= (all_rows - 1) * tile.out_stride + tile.width);
     let sums = std::mem::take(&mut tile.sums);
     // Totals that the unit can begin with, and leave, where they belong.
-    let in_place = spans.columns.is_none() && tile.width == TILE_PANELS * PANEL;
+    let in_place = tile.width == TILE_PANELS * PANEL;
     let mut start = 0;
     while start < tile.blocks {
         let blocks = most.min(tile.blocks - start);
-        let (asked, asked_lines) = asked(tile.later, row_tiles * blocks, steps, tile.weights[0].as_ptr());
-        let begins = spans.columns.is_none() && tile.first_block + start > 0;
+        let (asked, asked_lines) = asked(tile.later, row_tiles * blocks, BLOCK_STEPS, tile.weights[0].as_ptr());
+        let begins = tile.first_block + start > 0;
         if begins && !in_place {
             for (r, sums) in sums.chunks_exact_mut(SUM_ROW).enumerate().take(all_rows) {
                 let totals = &tile.out[r * tile.out_stride..][..tile.width];
@@ -220,20 +200,18 @@ pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, spans: Spa
         let last = tile.last && start + blocks == tile.blocks;
         let buffer = (sums.as_mut_ptr(), SUM_ROW);
         let totals = if in_place { (tile.out.as_mut_ptr().cast::<u8>(), tile.out_stride * 4) } else { buffer };
-        let done_in_place = in_place && !(last && spans.outputs);
+        let done_in_place = in_place && !(last && outputs);
         let (to, sums_stride) = if done_in_place { totals } else { buffer };
         let (from, from_stride) = if begins { (totals.0.cast_const(), totals.1) } else { (std::ptr::null(), 0) };
         let product = TileProduct {
-            bf16: spans.bf16,
-            steps,
+            steps: BLOCK_STEPS,
             rows,
             row_tiles,
             blocks,
-            sum_steps: steps.checked_div(sums_of_block).unwrap_or(blocks * steps),
             inputs: tile.inputs[start * tile.input_stride..].as_ptr(),
             row_stride,
             block_stride: tile.input_stride,
-            lines: tile.weights[0][tile.lines_before(start, line_bytes)..].as_ptr(),
+            lines: tile.weights[0][tile.lines_before(start, LINES)..].as_ptr(),
             line_skip: tile.line_skip,
             panel_stride: tile.weight_stride,
             from,
@@ -244,35 +222,49 @@ pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, spans: Spa
             asked_lines,
         };
         // SAFETY: the asserts above saw all blocks of all rows and of the lines of all panels, and the totals of all rows, whole ones where they
-        // are in place; `most` blocks have as many sums as fit, and are as many as are asked for.
+        // are in place; the buffer has room for the sums of all rows, and as many blocks are asked for.
         unsafe { isa.multiply_tiles(&product) };
-        if done_in_place {
-            start += blocks;
-            continue;
-        }
-
-        let mut done = 0;
-        while done < all_rows {
-            let now = ROWS.min(all_rows - done);
-            let part = Tile {
-                weights: [&sums[done * SUM_ROW..], &[]],
-                weight_stride: LINE,
-                unit: 1,
-                row_tiles: 1,
-                line_skip: 0,
-                group_at: tile.group_at + start * (sums_of_block * spans.record + tile.record_skip),
-                first_block: tile.first_block + start,
-                inputs: &tile.inputs[start * tile.input_stride..][done * row_stride..],
-                blocks,
-                out: &mut tile.out[done * tile.out_stride..],
-                last,
-                sums: &mut [],
-                ..tile
-            };
-            rest(now, part);
-            done += now;
+        if !done_in_place {
+            isa.run(Totals { rows: all_rows, sums, tile: &mut tile, outputs: outputs && last });
         }
         start += blocks;
+    }
+}
+
+/// Writes totals that a tile unit left in the buffer of sums, times the scales of `outputs` where these are due.
+struct Totals<'a, 'b> {
+    rows: usize,
+    sums: &'a [u8],
+    tile: &'a mut Tile<'b>,
+    outputs: bool,
+}
+
+impl Job for Totals<'_, '_> {
+    #[inline(always)]
+    fn go<I: Isa>(self, isa: I) {
+        self.tile.check_totals(self.rows, TILE_PANELS, self.outputs);
+        let totals = &self.sums[..self.rows * SUM_ROW];
+        end_rows::<I, TILE_PANELS>(isa, self.tile, 0, totals, (self.outputs, 1.0));
+    }
+}
+
+/// Writes totals of the rows from `first` on, of which each has a line for each panel; in the end times the scales of outputs, if these are due, and times a
+/// number: see [`Tile::end`].
+#[inline(always)]
+fn end_rows<I: Isa, const P: usize>(
+    isa: I,
+    tile: &mut Tile<'_>,
+    first: usize,
+    totals: &[u8],
+    (outputs, up): (bool, f32),
+) {
+    for (r, from) in totals.chunks_exact(P * LINE).enumerate() {
+        let mut total = [[isa.zero(); P]];
+        for (p, total) in total[0].iter_mut().enumerate() {
+            // SAFETY: a line.
+            *total = isa.as_f32(unsafe { isa.load(from[p * LINE..][..LINE].as_ptr()) });
+        }
+        tile.end(isa, first + r, total, outputs, up);
     }
 }
 
@@ -416,13 +408,120 @@ impl<U: TileUnit, L: Floats, const SCALED: u8, const P: usize> Streamed<'_, U, L
         }
         unit.end();
         for (tile, totals) in totals.chunks_exact(rows * P * LINE).enumerate() {
-            for (r, from) in totals.chunks_exact(P * LINE).enumerate() {
-                let mut total = [[isa.zero(); P]];
-                for (p, total) in total[0].iter_mut().enumerate() {
-                    // SAFETY: a line.
-                    *total = isa.as_f32(unsafe { isa.load(from[p * LINE..][..LINE].as_ptr()) });
+            let in_the_end = (scaled::of_outputs(SCALED), FloatTile::<L, SCALED, true, 1, P>::up::<I>());
+            end_rows::<I, P>(isa, &mut of_row.tile, first(tile), totals, in_the_end);
+        }
+    }
+}
+
+/// Up to [`STREAM_ROWS`] rows x the panels of a bundle of INT8 per channel, whose lines are operands and come from memory, over all of K, with the bits of
+/// VNNI. Sums of a tile of rows and a block are scaled beside products of the next tile, or of the next block.
+pub(crate) struct StreamedInts<'a, U> {
+    pub unit: U,
+    pub rows: usize,
+    pub tile: Tile<'a>,
+}
+
+const _: () = assert!(MOST_PANELS == 4, "as many as a tile unit's steps of integers have");
+
+/// Steps of a block of that.
+const INT_STEPS: usize = BLOCK / LINE;
+/// Bytes of a block of a panel.
+const INT_BLOCK: usize = BLOCK * PANEL;
+
+impl<U: TileUnit> Job for StreamedInts<'_, U> {
+    #[inline(always)]
+    fn go<I: Isa>(self, isa: I) {
+        let (unit, mut t) = (self.unit, self.tile);
+        let buffer = std::mem::take(&mut t.sums);
+        // As many rows in each, the last of which may have been in the tile before.
+        let row_tiles = self.rows.div_ceil(TILE_ROWS);
+        let rows = self.rows.div_ceil(row_tiles);
+        let first = |tile: usize| (tile * rows).min(self.rows - rows);
+        let sums_of_tile = rows * MOST_PANELS * LINE;
+        assert!(rows > 0 && buffer.len() >= (2 + row_tiles) * SUMS_OF_STREAM);
+        let (sums, totals) = buffer.split_at_mut(2 * SUMS_OF_STREAM);
+        let totals = &mut totals[..row_tiles * sums_of_tile];
+        totals.fill(0);
+        t.check_int_stream(self.rows);
+        let (inputs, row_stride, input_stride) = (t.inputs.as_ptr(), t.row_bytes, t.input_stride);
+        // How many lines of each panel are asked for with each step.
+        let asked_lines = (INT_BLOCK / LINE).div_ceil(row_tiles * INT_STEPS);
+
+        // From here on every read is in bounds: `check_int_stream` saw all blocks of the lines of all panels and of the inputs of all rows.
+        let mut before = None;
+        unit.begin(rows);
+        for block in 0..t.blocks {
+            let lines = t.weights[0].as_ptr().wrapping_add(block * INT_BLOCK);
+            let ahead = t.int_stream_ahead(block);
+            let mut asked = 0;
+            for tile in 0..row_tiles {
+                let x = inputs.wrapping_add(block * input_stride + first(tile) * row_stride);
+                let half = SUMS_OF_STREAM * ((block * row_tiles + tile) % 2);
+                // SAFETY: begun.
+                unsafe { unit.clear() };
+                for step in 0..INT_STEPS {
+                    let (x, at) = (x.wrapping_add(step * LINE), lines.wrapping_add(step * STEP_LINES));
+                    // SAFETY: this step of all rows of the tile, in bounds as said above, and its lines.
+                    unsafe { unit.step_int8(x, row_stride, at, t.weight_stride) };
+                    for line in asked..(asked + asked_lines).min(INT_BLOCK / LINE) {
+                        for p in 0..MOST_PANELS {
+                            let at = lines.wrapping_add(p * t.weight_stride + line * LINE);
+                            prefetch_later(at.wrapping_add(ahead));
+                        }
+                    }
+                    asked += asked_lines;
+                    if let Some((x, tile)) = before {
+                        let half = SUMS_OF_STREAM - half;
+                        let part = rows * step / INT_STEPS..rows * (step + 1) / INT_STEPS;
+                        let totals = &mut totals[tile * sums_of_tile..][..sums_of_tile];
+                        // SAFETY: rows of the tile before, in bounds as said above.
+                        unsafe { add_int_sums(isa, (x, row_stride), part, &sums[half..], totals) };
+                    }
                 }
-                of_row.end(isa, first(tile) + r, total);
+                // SAFETY: sums of a tile of rows and all panels.
+                unsafe { unit.write::<MOST_PANELS>(sums[half..][..sums_of_tile].as_mut_ptr()) };
+                before = Some((x, tile));
+            }
+        }
+        unit.end();
+        if let Some((x, tile)) = before {
+            let half = SUMS_OF_STREAM * ((t.blocks * row_tiles - 1) % 2);
+            let totals = &mut totals[tile * sums_of_tile..][..sums_of_tile];
+            // SAFETY: rows of the last tile, in bounds as said above.
+            unsafe { add_int_sums(isa, (x, row_stride), 0..rows, &sums[half..], totals) };
+        }
+        for (tile, totals) in totals.chunks_exact(sums_of_tile).enumerate() {
+            end_rows::<I, MOST_PANELS>(isa, &mut t, first(tile), totals, (true, 1.0));
+        }
+    }
+}
+
+/// Adds sums of some rows, with what their inputs bring along, to the totals, times the scales of the inputs.
+///
+/// # Safety
+/// The blocks of these rows are readable, of which the first row of the tile begins at the address given, and the next ones so many bytes on.
+#[inline(always)]
+unsafe fn add_int_sums<I: Isa>(
+    isa: I,
+    (x, row_stride): (*const u8, usize),
+    rows: Range<usize>,
+    sums: &[u8],
+    totals: &mut [u8],
+) {
+    for r in rows {
+        let at = x.wrapping_add(r * row_stride + BLOCK);
+        // SAFETY: the scale of a block, and what is kept of its sum, by the caller's promise.
+        let (scale, kept) = unsafe { (isa.load_f32(at), isa.load_dword(at.wrapping_add(4))) };
+        const ROW: usize = MOST_PANELS * LINE;
+        let (sums, totals) = (&sums[r * ROW..][..ROW], &mut totals[r * ROW..][..ROW]);
+        for p in 0..MOST_PANELS {
+            let to = totals[p * LINE..][..LINE].as_mut_ptr();
+            // SAFETY: a line of sums, and one of totals.
+            unsafe {
+                let sum = isa.add(isa.load(sums[p * LINE..][..LINE].as_ptr()), kept);
+                let total = isa.mul_add(isa.to_f32(sum), scale, isa.as_f32(isa.load(to)));
+                isa.store(to, isa.as_int(total));
             }
         }
     }

@@ -4,7 +4,7 @@
 //! ```text
 //! kt 0.1.0: from how many rows of an expert on AMX tiles are used
 //! cpu Intel(R) Xeon(R) Platinum 8480+
-//! int8=12 many=32 bf16=2 fp8=2
+//! int8=2 many=32 bf16=2 fp8=2
 //! ```
 
 use std::io::{ErrorKind, Read};

@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 use super::{Bits, Grid, Isa, fp8_bits, largest8, least_sum8, load_points, ops, run_with, same_code, sum8, token};
 use crate::lines::Floats;
 use crate::tile::Tile;
-use crate::tiled::{Streamed, TileProduct, TileUnit};
+use crate::tiled::{Streamed, StreamedInts, TileProduct, TileUnit};
 use crate::words::Kind;
 
 token!(
@@ -706,6 +706,11 @@ unsafe impl<U: TileUnit> Isa for Tiled<U> {
     #[inline(always)]
     fn stream_on_tiles<L: Floats, const SCALED: u8, const P: usize>(self, rows: usize, tile: Tile<'_>) {
         self.run(Streamed::<U, L, SCALED, P> { unit: self.unit, rows, tile, kind: PhantomData });
+    }
+
+    #[inline(always)]
+    fn stream_ints_on_tiles(self, rows: usize, tile: Tile<'_>) {
+        self.run(StreamedInts { unit: self.unit, rows, tile });
     }
 
     ops! {
