@@ -63,11 +63,11 @@ pub trait Path<I: Isa> {
     const WIDENS_GROUPS: bool = false;
     /// The most rows that stream.
     const STREAM_ROWS: usize;
-    /// Whether rows that do not stream else do so on a tile unit: up to [`TILE_ROWS`] over lines that are operands, any number over others.
+    /// Whether rows that do not stream else do so on a tile unit.
     const STREAMS_ON_TILES: bool = false;
-    /// See above.
+    /// Whether any number of them does; else up to [`TILE_ROWS`].
     const STREAMS_ANY_ROWS: bool = false;
-    /// Panels of these.
+    /// How many panels at once these have.
     const TILE_PANELS: usize = <Self::Lines as Lines>::BUNDLE;
     /// The most rows that stream over one panel after another with operands of 512 bits, where the hardware reads a single stream best.
     const ONE_STREAM: usize;
@@ -90,7 +90,7 @@ pub trait Path<I: Isa> {
     fn prepare(_: I, _: &Layout, _panel: &[u8], _blocks: Range<usize>, _zero: i32, _to: [&mut [u8]; 3]) {}
     /// Runs a tile of `r` rows x as many panels as few rows have on lines as stored.
     fn stream(isa: I, r: usize, tile: Tile<'_>);
-    /// Runs a tile of `r` rows x the panels of a bundle on lines as stored, on a tile unit; see [`Path::STREAMS_ON_TILES`].
+    /// Runs a tile of `r` rows x [`Path::TILE_PANELS`] on lines as stored, on a tile unit; see [`Path::STREAMS_ON_TILES`].
     fn stream_on_tiles(_: I, _r: usize, _: Tile<'_>) {
         unreachable!("these do not stream")
     }
@@ -396,7 +396,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
         if const { I::TILES && L::BF16 } {
             if const { L::OPERANDS == 1 } {
-                tiled_rows::<I, { scaled::NO }>(isa, r, tile);
+                tiled::cached(isa, r, tile, false);
             } else {
                 unreachable!("any number of these rows streams");
             }
@@ -417,12 +417,6 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
             rows!(r, [3, 4, 5, 6], isa.run(FloatTile::<L::Unpacked, SCALED, false, R, 1> { tile, kind }))
         }
     }
-}
-
-/// A tile of BF16 lines by a tile unit.
-#[inline(always)]
-fn tiled_rows<I: Isa, const SCALED: u8>(isa: I, r: usize, tile: Tile<'_>) {
-    tiled::cached(isa, r, tile, scaled::of_outputs(SCALED));
 }
 
 /// Weights that a path has, as BF16 numbers times their scales but for those of outputs, for a tile unit.
@@ -465,11 +459,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for W
     }
 
     fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
-        if const { S::OUTPUTS } {
-            tiled_rows::<I, { scaled::INTEGERS }>(isa, r, tile);
-        } else {
-            tiled_rows::<I, { scaled::NO }>(isa, r, tile);
-        }
+        tiled::cached(isa, r, tile, S::OUTPUTS);
     }
 }
 
@@ -482,7 +472,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Widened<Numbers<L, SCALED>
     }
 
     fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
-        tiled_rows::<I, { scaled::NO }>(isa, r, tile);
+        tiled::cached(isa, r, tile, false);
     }
 }
 

@@ -977,12 +977,10 @@ pub(crate) mod scaled {
     pub(crate) const TILES: u8 = 2;
     /// E8M0 per output and 32 columns.
     pub(crate) const GROUPS: u8 = 3;
-    /// An F32 per output, of integers that became BF16 numbers.
-    pub(crate) const INTEGERS: u8 = 4;
 
     /// Whether totals are multiplied with scales of outputs.
     pub(crate) const fn of_outputs(scaled: u8) -> bool {
-        matches!(scaled, OUTPUTS | INTEGERS)
+        scaled == OUTPUTS
     }
 
     /// Whether weights are FP8 codes.
@@ -1093,7 +1091,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let (span, record) = scaled::span(SCALED);
         let scales = match SCALED {
             scaled::NO => 0,
-            scaled::OUTPUTS | scaled::INTEGERS => self.tile.outputs_at + PANEL * 4,
+            scaled::OUTPUTS => self.tile.outputs_at + PANEL * 4,
             _ => self.tile.group_at + self.record_at(self.tile.blocks - 1) + BLOCK / span * record,
         };
         if Self::flagged::<I>() { scales.max(self.bits_at(self.tile.blocks - 1) + BITS) } else { scales }
