@@ -403,7 +403,7 @@ unsafe impl TileUnit for Unit {
 
     #[inline(always)]
     unsafe fn step_int8(self, inputs: *const u8, row_stride: usize, lines: *const u8, panel_stride: usize) {
-        // SAFETY: as above.
+        // SAFETY: rows and lines of four panels are readable by the caller's promise; the tiles are configured, and have their sums, since `begin`.
         unsafe {
             // Inputs are signed, weights are not.
             asm!(

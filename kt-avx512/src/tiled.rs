@@ -57,7 +57,7 @@ const MOST_ASKED: usize = PIECE_BLOCKS * MOST_ROWS / (2 * TILE_ROWS);
 pub(crate) const CHAIN: usize = STEP;
 /// Bytes of the lines of a step.
 pub const STEP_LINES: usize = PANEL * LINE;
-/// Most rows that stream over lines that are unpacked.
+/// Most rows that stream at a time, where any number does.
 pub(crate) const STREAM_ROWS: usize = 128;
 /// Bytes of the sums of a tile of rows and of a bundle.
 const SUMS_OF_STREAM: usize = MOST_PANELS * TILE_ROWS * LINE;
@@ -67,7 +67,8 @@ const fn lines_size(rows: usize) -> usize {
     2 * MOST_PANELS * STEP_LINES * if rows <= TILE_ROWS { 1 } else { BLOCK_STEPS }
 }
 
-/// Bytes of what [`Streamed`] has beside its tiles, for so many rows: lines, sums of a tile of rows, and totals of all.
+/// Bytes of what [`Streamed`] has beside its tiles, for so many rows: lines, sums of a tile of rows, and totals of all. [`StreamedInts`] has sums of two
+/// tiles of rows in place of lines, which are no more.
 pub(crate) const fn stream_size(rows: usize) -> usize {
     lines_size(rows) + SUMS_OF_STREAM * (1 + rows.div_ceil(TILE_ROWS))
 }
