@@ -9,6 +9,7 @@ mod x86 {
     use kt_amx::{Amx, Crossover};
     use kt_avx512::Avx;
     use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
+    use kt_core::cpu::memory::AlignedBytes;
     use kt_core::cpu::memory::zeroed_pages;
     use kt_core::cpu::tier::Tier;
     use kt_core::source::WeightSource;
@@ -81,9 +82,10 @@ mod x86 {
             let mut random = Random(2);
             let values: Vec<f32> = (0..rows * cols).map(|_| random.normal()).collect();
             let inputs = Rows::new(kernel, layout, &values, cols);
-            let (mut out, mut scratch) = (vec![0.0; rows * outputs], Scratch::default());
+            let (mut out, mut scratch) = (AlignedBytes::default(), Scratch::default());
+            let out = out.floats(rows * outputs);
             let mut run = || {
-                kernel.product(Outputs::new(&weights, 0..outputs), inputs.view(), 0..rows, &mut out, &mut scratch);
+                kernel.product(Outputs::new(&weights, 0..outputs), inputs.view(), 0..rows, out, &mut scratch);
             };
             run();
             // The best of some rounds: others use the machine, too.

@@ -9,6 +9,7 @@ mod x86 {
     use kt_avx512::Avx;
     use kt_core::Proj;
     use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
+    use kt_core::cpu::memory::AlignedBytes;
     use kt_core::cpu::memory::zeroed_pages;
     use kt_core::cpu::tier::Tier;
     use kt_core::format::{ALL, Format};
@@ -43,13 +44,14 @@ mod x86 {
             let values: Vec<f32> = (0..rows * cols).map(|_| random.normal()).collect();
             let inputs = Rows::new(kernel, layout, &values, cols);
             let x = inputs.view();
-            let (mut out, mut scratch) = (vec![0.0; rows * outputs], Scratch::default());
+            let (mut out, mut scratch) = (AlignedBytes::default(), Scratch::default());
+            let out = out.floats(rows * outputs);
             group.throughput(match rows {
                 ..MANY => Throughput::Bytes(bytes),
                 _ => Throughput::Elements(2 * (rows * outputs * cols) as u64),
             });
             group.bench_function(BenchmarkId::from_parameter(rows), |b| {
-                b.iter(|| kernel.product(Outputs::new(&weights, 0..outputs), x, 0..rows, &mut out, &mut scratch));
+                b.iter(|| kernel.product(Outputs::new(&weights, 0..outputs), x, 0..rows, out, &mut scratch));
             });
             assert!(out.iter().all(|v| v.is_finite()), "{format}, {rows} rows: a product is not a number");
         }

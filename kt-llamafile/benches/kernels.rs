@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch, Weights};
+use kt_core::cpu::memory::AlignedBytes;
 use kt_core::cpu::tier::Tier;
 use kt_core::testing::{Random, Rows, weights};
 use kt_core::{Format, Matrix};
@@ -68,21 +69,16 @@ fn products(c: &mut Criterion) {
                     let values: Vec<f32> = (0..rows * cols).map(|_| random.normal()).collect();
                     let inputs = Rows::new(kernel, layout, &values, cols);
                     let x = inputs.view();
-                    let (mut out, mut scratch, mut next) = (vec![0.0; rows * TASK], Scratch::default(), 0);
+                    let (mut out, mut scratch, mut next) = (AlignedBytes::default(), Scratch::default(), 0);
+                    let out = out.floats(rows * TASK);
                     group.bench_function(BenchmarkId::from_parameter(rows), |b| {
                         b.iter(|| {
                             let w = &weights[next % weights.len()];
                             next += 1;
                             for start in (0..outputs).step_by(TASK) {
-                                kernel.product(
-                                    Outputs::new(w, start..start + TASK),
-                                    x,
-                                    0..rows,
-                                    &mut out,
-                                    &mut scratch,
-                                );
+                                kernel.product(Outputs::new(w, start..start + TASK), x, 0..rows, out, &mut scratch);
                             }
-                            black_box(&mut out);
+                            black_box(&mut *out);
                         });
                     });
                 }

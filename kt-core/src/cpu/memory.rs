@@ -43,7 +43,7 @@ impl AlignedBytes {
     }
 
     /// Room for `len` numbers, growing if need be; old content is unspecified.
-    pub(crate) fn floats(&mut self, len: usize) -> &mut [f32] {
+    pub fn floats(&mut self, len: usize) -> &mut [f32] {
         bytemuck::cast_slice_mut(self.get(len * size_of::<f32>()))
     }
 

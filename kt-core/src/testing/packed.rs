@@ -11,20 +11,20 @@ use crate::format::float::bf16_to_f32;
 use crate::format::{Format, Matrix};
 
 /// Input rows as a kernel packs them.
-#[derive(Debug, Clone)]
 pub struct Rows {
     layout: InputLayout,
     rows: usize,
     cols: usize,
-    bytes: Vec<u8>,
+    bytes: AlignedBytes,
 }
 
 impl Rows {
     /// Packs `x: [rows, cols]`.
     pub fn new<K: Kernel>(kernel: K, layout: InputLayout, x: &[f32], cols: usize) -> Self {
         let rows = x.len() / cols;
-        let mut bytes = vec![0; layout.bytes(rows, cols)];
-        for (i, out) in bytes.chunks_exact_mut(layout.block_bytes()).enumerate() {
+        // On a boundary as in layers: tile units load rows that straddle lines at a fraction of the speed.
+        let mut bytes = AlignedBytes::default();
+        for (i, out) in bytes.get(layout.bytes(rows, cols)).chunks_exact_mut(layout.block_bytes()).enumerate() {
             let (block, row) = (i / rows, i % rows);
             kernel.pack_input(layout, &x[row * cols..][block * BLOCK..cols.min((block + 1) * BLOCK)], out);
         }
@@ -33,15 +33,17 @@ impl Rows {
 
     /// What a product takes.
     pub fn view(&self) -> Inputs<'_> {
-        Inputs::new(self.layout, self.rows, self.cols, &self.bytes)
+        Inputs::new(self.layout, self.rows, self.cols, self.bytes.read(self.layout.bytes(self.rows, self.cols)))
     }
 
     /// Some of them, as often as they are named.
     pub fn pick(&self, rows: &[u32]) -> Self {
         let x = self.view();
         let blocks = (0..x.blocks()).flat_map(|b| rows.iter().map(move |&row| (b, row as usize)));
-        let bytes = blocks.flat_map(|(b, row)| x.block(b, row)).copied().collect();
-        Rows { rows: rows.len(), bytes, ..*self }
+        let mut bytes = AlignedBytes::default();
+        let to = bytes.get(self.layout.bytes(rows.len(), self.cols));
+        to.iter_mut().zip(blocks.flat_map(|(b, row)| x.block(b, row))).for_each(|(to, &byte)| *to = byte);
+        Rows { layout: self.layout, rows: rows.len(), cols: self.cols, bytes }
     }
 
     /// Input `k` of a row, as packed.
