@@ -16,7 +16,7 @@ use crate::Amx;
 /// Written and read as `int8=2 many=32 bf16=2 fp8=2`, so that what [`Amx::measure`] found may be kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Crossover {
-    /// For INT8 per channel, whose products have the bits of VNNI: a matter of speed. `usize::MAX`: never.
+    /// For INT8 per channel, and INT4, which is on tiles from eight rows on at least; their products have the bits of VNNI: a matter of speed. `usize::MAX`: never.
     pub int8: usize,
     /// For all other weights of integers, and MXFP8: from so many rows on, on average over the experts of a layer, a call multiplies them as BF16 numbers with BF16 inputs. `usize::MAX`: never. What a token gives then differs between calls of
     /// few and of many tokens, within the bounds of both.

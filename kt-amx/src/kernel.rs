@@ -81,11 +81,23 @@ impl Amx {
         CpuBackend::new("amx", self)
     }
 
+    /// From how many rows on products of integers with one scale an output are on tiles.
+    fn int8_on_tiles(self, format: Format) -> usize {
+        match format {
+            Format::Int4(_) => self.crossover.int8.max(NIBBLE_ROWS),
+            _ => self.crossover.int8,
+        }
+    }
+
     /// The kernel that packs a format and multiplies few rows with it.
     fn is_gguf(format: Format) -> bool {
         ggml::block(format).is_some()
     }
 }
+
+/// The least rows for which nibbles are split for tiles: there are half as many lines to wait for as there are bytes, and splitting them takes as long for two rows as
+/// for 16 (`PERFORMANCE.md`).
+const NIBBLE_ROWS: usize = 8;
 
 impl Kernel for Amx {
     /// That of the kernel that packs, which is a multiple of the other one's.
@@ -204,7 +216,9 @@ impl Kernel for Amx {
             out.iter_mut().for_each(|v| *v += 0.0);
         } else if gguf {
             self.llamafile.product(outputs, inputs, rows, out, scratch);
-        } else if matches!(inputs.layout(), InputLayout::Int8 { group: BLOCK, .. }) && n >= self.crossover.int8 {
+        } else if matches!(inputs.layout(), InputLayout::Int8 { group: BLOCK, .. })
+            && n >= self.int8_on_tiles(outputs.of.format())
+        {
             let product = Product { outputs, inputs, rows, out, scratch, zero: 0 };
             self.avx.run_with_tiles(self.unit, Some(0), product);
         } else {

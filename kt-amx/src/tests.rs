@@ -104,7 +104,9 @@ fn int8_products_have_the_bits_of_vnni() {
         }
         formats.push(format);
     }
-    assert!(formats.contains(&Format::Int8(Group::Row)) && formats.contains(&Format::Int8Offset(Group::Row)));
+    for format in [Format::Int8(Group::Row), Format::Int8Offset(Group::Row), Format::Int4(Group::Row)] {
+        assert!(formats.contains(&format), "{format} is not on tiles of int8");
+    }
 }
 
 #[test]
@@ -112,18 +114,19 @@ fn extreme_codes_do_not_saturate() {
     let Some(kernel) = kernel_or_skip() else { return };
     // Weights and inputs at the ends of their ranges: the largest sums that can be.
     let cols = 512;
-    for (code, value) in [(0x80u8, -128.0f32), (0x7f, 127.0)] {
+    let (int8, int4) = (Format::Int8(Group::Row), Format::Int4(Group::Row));
+    for (format, code, value) in [(int8, 0x80u8, -128.0f32), (int8, 0x7f, 127.0), (int4, 0x00, -8.0), (int4, 0xff, 7.0)]
+    {
         for sign in [-127f32, 127.0] {
-            let codes = vec![code; 16 * cols];
+            let codes = vec![code; 16 * format.row_bytes(cols).unwrap()];
             let scales = 1f32.to_le_bytes().repeat(16);
-            let format = Format::Int8(Group::Row);
             let scales = Some((scales.into(), ScaleType::F32));
             let matrix = Matrix::new(format, 16, cols, codes.into(), scales).unwrap();
             let (layout, _) = kernel.accepts(format, 16, cols).unwrap();
             let x = Rows::new(kernel, layout, &vec![sign; cols * 20], cols);
             let got = product(kernel.with_crossover(TILES), &weights(kernel, &matrix), 0..16, &x, 0..20);
             let want = sign * value * cols as f32;
-            assert!(got.iter().all(|&v| f32::from_bits(v) == want), "{code:#x} {sign}");
+            assert!(got.iter().all(|&v| f32::from_bits(v) == want), "{format} {code:#x} {sign}");
         }
     }
 }
@@ -263,7 +266,8 @@ fn bf16_products_have_the_same_bits_for_any_number_of_rows() {
 fn rows_of_several_passes_have_the_bits_of_few() {
     let Some(kernel) = kernel_or_skip() else { return };
     let (n, outputs, cols) = (300, 96, 384);
-    for format in [Format::Bf16, Format::Fp8Block, Format::Fp8Channel, Format::Mxfp8, Format::Int8(Group::Row)] {
+    let integers = [Format::Int8(Group::Row), Format::Int4(Group::Row)];
+    for format in [Format::Bf16, Format::Fp8Block, Format::Fp8Channel, Format::Mxfp8].into_iter().chain(integers) {
         let matrix = matrix(format, outputs, cols).unwrap();
         let (layout, _) = kernel.accepts(format, outputs, cols).unwrap();
         let (w, x) = (weights(kernel, &matrix), Rows::new(kernel, layout, &inputs(n as usize, cols), cols));

@@ -13,7 +13,7 @@ use std::arch::x86_64::*;
 
 use kt_core::format::fp8::E4M3;
 
-use crate::lines::Floats;
+use crate::lines::{Codes, Floats};
 use crate::tile::Tile;
 use crate::tiled::TileProduct;
 use crate::words::Kind;
@@ -135,9 +135,9 @@ pub unsafe trait Isa: Copy {
         unreachable!("no tile unit")
     }
 
-    /// The same of INT8 per channel.
+    /// The same of integers with one scale an output.
     #[inline(always)]
-    fn stream_ints_on_tiles(self, _rows: usize, _tile: Tile<'_>) {
+    fn stream_ints_on_tiles<L: Codes>(self, _rows: usize, _tile: Tile<'_>) {
         unreachable!("no tile unit")
     }
 

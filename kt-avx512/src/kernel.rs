@@ -173,7 +173,7 @@ impl Kernel for Avx {
                 check_group(format, g)?;
                 int8(CHUNK, 1, how!(self, int8, "unsigned codes packed 16 x 4, F16 scales, zero points"))
             }
-            Format::Int4(Group::Row) => small(CHUNK, -8, how!(self, int8, "nibbles packed 16 x 8")),
+            Format::Int4(Group::Row) => int8(BLOCK, -8, how!(self, int8, "nibbles packed 16 x 8")),
             Format::Int4(g) => {
                 check_group(format, g)?;
                 small(CHUNK, -8, how!(self, int8, "nibbles packed 16 x 8, F16 scales"))

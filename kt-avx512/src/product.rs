@@ -225,7 +225,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     type Words = InWords<Self>;
     const INTEGERS: bool = true;
     // Where inputs have a scale for a whole block, and weights none but that of the output.
-    const ON_TILES: bool = XG == BLOCK && WG == 0 && L::OPERANDS == 1;
+    const ON_TILES: bool = XG == BLOCK && WG == 0;
     const STREAMS_ON_TILES: bool = I::TILES && <Self as Path<I>>::ON_TILES;
     const STREAMS_ANY_ROWS: bool = true;
     const TILE_PANELS: usize = MOST_PANELS;
@@ -294,7 +294,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
 
     fn stream_on_tiles(isa: I, r: usize, tile: Tile<'_>) {
         if const { <Self as Path<I>>::STREAMS_ON_TILES } {
-            isa.stream_ints_on_tiles(r, tile);
+            isa.stream_ints_on_tiles::<L>(r, tile);
         } else {
             unreachable!("these do not stream");
         }
@@ -346,9 +346,9 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
     };
     const ASKS: usize = match L::BF16 && <Self as Path<I>>::WIDENED == 1 {
         _ if I::TILES => 1,
-        true if shifts_in_tile::<I, L>() => scaled::asks(SCALED, BLOCK / 4),
-        true => scaled::asks(SCALED, BLOCK / 2),
-        false => scaled::asks(SCALED, BLOCK),
+        true if shifts_in_tile::<I, L>() => scaled::asks::<I>(SCALED, BLOCK / 4),
+        true => scaled::asks::<I>(SCALED, BLOCK / 2),
+        false => scaled::asks::<I>(SCALED, BLOCK),
     };
 
     fn rows(_: I, _: usize) -> usize {
@@ -581,7 +581,7 @@ impl Job for Product<'_> {
                 self.on::<_, Ints<Bytes<0>, F16Scale<2>, CHUNK, BLOCK>>(int8, Layout::new)
             }
             Format::Int8Asym(_) => self.on::<_, Ints<Bytes<0>, F16Scale<2>, CHUNK, CHUNK>>(int8, Layout::new),
-            Format::Int4(Group::Row) => self.on::<_, Ints<Nibbles, NoScale, CHUNK, 0>>(int8, Layout::new),
+            Format::Int4(Group::Row) => self.on::<_, Ints<Nibbles, NoScale, BLOCK, 0>>(int8, Layout::new),
             Format::Int4(g) if blocks(g) => self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, BLOCK>>(int8, Layout::new),
             Format::Int4(_) => self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, CHUNK>>(int8, Layout::new),
             Format::Int4Asym(g) if blocks(g) => {

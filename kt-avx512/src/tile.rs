@@ -87,13 +87,13 @@ pub struct Tile<'a> {
 /// what a first-level cache has for misses.
 const ASK_STEPS: usize = 8;
 
-/// How many times integers do that with each block. Those with scales of groups with each scale of the inputs, if registers are enough for that:
-/// with 256 bits layers take up to 13 % longer so.
+/// How many times integers do that with each block. Those with scales of groups with each scale of the inputs. Where registers are few, once: hints inside of the loops cost
+/// them (`PERFORMANCE.md`).
 pub(crate) const fn int_asks<I: Isa, S: Scale, const XG: usize>() -> usize {
-    match I::LARGE && I::VNNI {
-        _ if XG == BLOCK => BLOCK / 4 / ASK_STEPS,
-        true => BLOCK / input_scale::<S, XG>(),
-        false => 1,
+    match I::LARGE {
+        true if XG == BLOCK => BLOCK / 4 / ASK_STEPS,
+        true if I::VNNI => BLOCK / input_scale::<S, XG>(),
+        _ => 1,
     }
 }
 
@@ -228,23 +228,23 @@ impl Tile<'_> {
         }
     }
 
-    /// Checks that all is there that a tile unit reads of `rows` rows of INT8 per channel and of panels whose lines it streams, and asks for what is in front
-    /// of those that follow.
+    /// Checks that all is there that a tile unit reads of `rows` rows and of panels of integers with one scale an output, a block of which has so many bytes,
+    /// whose lines it streams, and asks for what is in front of those that follow.
     #[inline(always)]
-    pub(crate) fn check_int_stream(&self, rows: usize) {
+    pub(crate) fn check_int_stream(&self, rows: usize, block_bytes: usize) {
         // Codes, a scale, and what is kept of their sum.
         let input = BLOCK + 8;
         assert!(self.unit == 1 && self.first_block == 0 && self.row_tiles == 1 && self.line_skip == 0);
         assert!(self.row_bytes == input);
         let reads = Reads { line_step: LINE, scales: self.outputs_at + PANEL * 4, input };
-        self.check(rows, MOST_PANELS, [BLOCK * PANEL, 0], reads);
+        self.check(rows, MOST_PANELS, [block_bytes, 0], reads);
         self.ask_front::<MOST_PANELS>();
     }
 
     /// From a line of a block of that to the one to ask for.
     #[inline(always)]
-    pub(crate) fn int_stream_ahead(&self, block: usize) -> usize {
-        self.ahead::<MOST_PANELS>(block, [BLOCK * PANEL, 0], LINE)[0]
+    pub(crate) fn int_stream_ahead(&self, block: usize, block_bytes: usize) -> usize {
+        self.ahead::<MOST_PANELS>(block, [block_bytes, 0], LINE)[0]
     }
 
     /// Checks that totals of `r` rows and `p` panels fit, and that the scales of these `outputs` are there, if they are due.
@@ -422,7 +422,12 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     /// bring along ([`Sums::Pairs`](kt_core::cpu::input::Sums::Pairs)), so that they fit in the end, whatever they pass through: they are sums of
     /// products with codes less their zero point, 16 or less, of half of 32 columns.
     const fn in_words<I: Isa>() -> bool {
-        L::SPAN > 4 && !I::VNNI
+        L::SPAN > 4 && !I::VNNI && XG < BLOCK
+    }
+
+    /// Whether sums of such codes over a block, which would not fit words, are dwords that words of [`Codes::SPAN`] columns are added to.
+    const fn by_spans<I: Isa>() -> bool {
+        L::SPAN > 4 && !I::VNNI && XG == BLOCK
     }
 
     /// Whether zero points are added to nibbles: for all rows, where a subtraction is for each. From three rows on it is less, with registers of 512
@@ -456,11 +461,14 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         sums: &mut [[I::Int; P]; R],
     ) {
         let apart = Self::apart::<I>();
-        let whole = const { Self::in_words::<I>() || L::SPAN <= 4 || L::SPAN > XG || L::SHARED };
+        let by_spans = const { Self::by_spans::<I>() };
+        let whole = const {
+            XG == BLOCK && !Self::by_spans::<I>() || Self::in_words::<I>() || L::SPAN <= 4 || L::SPAN > XG || L::SHARED
+        };
         let span = if whole { XG } else { L::SPAN };
         let steps = span / 4 / L::OPERANDS;
         for s in 0..XG / span {
-            let mut acc = *sums;
+            let mut acc = if by_spans { [[isa.splat(0); P]; R] } else { *sums };
             let mut high = [[isa.splat(0); P]; R];
             macro_rules! add {
                 ($step:expr, $asks:expr) => {
@@ -503,7 +511,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 // From three rows on (over one panel four) a loop: else compilers load the inputs of all steps at once, and keep them in memory.
                 let steps = if STREAM && I::LARGE && R > 2 && R * P > 3 { opaque(steps) } else { steps };
                 for step in 0..steps {
-                    if !STREAM && XG == BLOCK && step % ASK_STEPS == 0 {
+                    if !STREAM && I::LARGE && XG == BLOCK && step * L::OPERANDS % ASK_STEPS == 0 {
                         t.later.ask();
                     }
                     add!(step, ASKS);
@@ -516,7 +524,15 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     }
                 }
             }
-            *sums = acc;
+            if by_spans {
+                for (sums, acc) in sums.iter_mut().zip(&acc) {
+                    for (sum, &acc) in sums.iter_mut().zip(acc) {
+                        *sum = isa.add(*sum, isa.madd(acc, isa.splat(1 << 16 | 1)));
+                    }
+                }
+            } else {
+                *sums = acc;
+            }
         }
         *line = Steps::<L, XG>::after(*line, 1);
     }
@@ -635,7 +651,6 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         const { assert!(!S::POWERS || WG == XG && !S::MINIMA) };
         const { assert!(S::WORDS == 0 || WG == BLOCK && S::SUPER > 0 && !S::MINIMA && !S::ZEROS && !S::POWERS) };
         const { assert!(S::WORDS <= 2) };
-        const { assert!(L::SPAN == 0 || XG <= 32) };
         let (in_words, begun) = const { (Self::in_words::<I>(), Self::begun::<I>()) };
         let (shifts, subtracts) = const { (Self::shifts::<I>(), Self::subtracts::<I>()) };
         // Whether zero points are sixteenths, as 2^15 times a number, of what inputs bring along.
@@ -745,7 +760,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                         }
                     }
                 }
-                if !STREAM && XG < BLOCK && asks == 1 {
+                if !STREAM && asks == 1 {
                     t.later.ask();
                 }
                 let super_at = t.supers_at + (t.first_block + block) * BLOCK / SUPER * S::SUPER;
@@ -994,8 +1009,8 @@ pub(crate) mod scaled {
     }
 
     /// How many times that is with a block of so many lines.
-    pub(crate) const fn asks(scaled: u8, lines: usize) -> usize {
-        lines / ask_steps(scaled)
+    pub(crate) const fn asks<I: super::Isa>(scaled: u8, lines: usize) -> usize {
+        if I::LARGE { lines / ask_steps(scaled) } else { 1 }
     }
 
     /// Columns, and bytes of scales of a panel, until a scale is due; no bytes where none is.
@@ -1271,13 +1286,16 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                     if ASKS { t.ahead.ask(at.wrapping_add(ahead)) } else { prefetch_now(at) }
                 }
             }
+            if !STREAM && !I::LARGE {
+                t.later.ask();
+            }
             // SAFETY: the bits of a block's lines of P panels, in bounds as said above.
             let mut small = unsafe { self.small_of::<I>(block) };
             for s in 0..BLOCK / span {
                 let mut sums = if record > 0 { [[isa.zero(); P]; R] } else { total };
                 let mut chains = [[[isa.zero(); 2]; P]; R];
                 for j in 0..span / per_operand / L::OPERANDS {
-                    if !STREAM && j % scaled::ask_steps(SCALED) == 0 {
+                    if !STREAM && I::LARGE && j % scaled::ask_steps(SCALED) == 0 {
                         t.later.ask();
                     }
                     if Self::flagged::<I>() {

@@ -13,7 +13,7 @@
 //! ([`Isa::dot_chains`]), so these have the same bits for any number of rows. Integer sums are exact, so they have the bits of VNNI.
 //!
 //! Up to 16 rows of BF16, and any number of FP8 weights, stream ([`Streamed`]): lines are unpacked for a step while those of the step before are multiplied.
-//! So do those of INT8 per channel ([`StreamedInts`]), whose sums leave the tiles after the 128 columns that share a scale of the inputs.
+//! So do integers with one scale an output ([`StreamedInts`]), whose sums leave the tiles after the 128 columns that share a scale of the inputs.
 //!
 //! Codes with scales of groups are BF16 numbers here, unpacked with their scales ([`Widened`](crate::product::Widened)): as integers, scales
 //! would be due after a few columns, outside of the tiles, which takes longer than what the unit saves.
@@ -28,7 +28,7 @@ use kt_core::cpu::input::BLOCK;
 use crate::ahead::{Later, prefetch_later};
 use crate::isa::{Isa, Job};
 use crate::layout::{LINE, MOST_PANELS, PANEL};
-use crate::lines::Floats;
+use crate::lines::{Codes, Floats};
 use crate::tile::{Chain, FloatTile, Tile, scaled};
 
 /// Rows of a tile.
@@ -67,10 +67,11 @@ const fn lines_size(rows: usize) -> usize {
     2 * MOST_PANELS * STEP_LINES * if rows <= TILE_ROWS { 1 } else { BLOCK_STEPS }
 }
 
-/// Bytes of what [`Streamed`] has beside its tiles, for so many rows: lines, sums of a tile of rows, and totals of all. [`StreamedInts`] has sums of two
-/// tiles of rows in place of lines, which are no more.
+/// Bytes of what [`Streamed`] and [`StreamedInts`] have beside their tiles, for so many rows: lines, sums of a tile of rows, or of two, and totals of all.
 pub(crate) const fn stream_size(rows: usize) -> usize {
-    lines_size(rows) + SUMS_OF_STREAM * (1 + rows.div_ceil(TILE_ROWS))
+    let totals = SUMS_OF_STREAM * rows.div_ceil(TILE_ROWS);
+    let (floats, ints) = (lines_size(rows) + SUMS_OF_STREAM, INT_LINES + 2 * SUMS_OF_STREAM);
+    totals + if floats > ints { floats } else { ints }
 }
 
 /// Lines to be asked for during a block, as many with each step of it.
@@ -415,63 +416,120 @@ impl<U: TileUnit, L: Floats, const SCALED: u8, const P: usize> Streamed<'_, U, L
     }
 }
 
-/// Up to [`STREAM_ROWS`] rows x the panels of a bundle of INT8 per channel, whose lines are operands and come from memory, over all of K, with the bits of
-/// VNNI. Sums of a tile of rows and a block are scaled beside products of the next tile, or of the next block.
-pub(crate) struct StreamedInts<'a, U> {
+/// Up to [`STREAM_ROWS`] rows x four panels of integers with one scale an output, whose lines come from memory, over all of K, with the bits of VNNI. Sums
+/// of a tile of rows and a block are scaled beside products of the next tile, or of the next block; and lines that are no operands are unpacked a block
+/// before it is due.
+pub(crate) struct StreamedInts<'a, U, L> {
     pub unit: U,
     pub rows: usize,
     pub tile: Tile<'a>,
+    pub kind: PhantomData<L>,
 }
 
 const _: () = assert!(MOST_PANELS == 4, "as many as a tile unit's steps of integers have");
 
 /// Steps of a block of that.
 const INT_STEPS: usize = BLOCK / LINE;
-/// Bytes of a block of a panel.
+/// Bytes of a block of a panel, as operands.
 const INT_BLOCK: usize = BLOCK * PANEL;
+/// Bytes of such blocks of four panels, of two by turns.
+const INT_LINES: usize = 2 * MOST_PANELS * INT_BLOCK;
 
-impl<U: TileUnit> Job for StreamedInts<'_, U> {
+/// Unpacks line `line` of the blocks that begin at `from`, those of the panels so many bytes apart.
+///
+/// # Safety
+/// The lines up to this one are readable.
+#[inline(always)]
+unsafe fn unpack_ints<I: Isa, L: Codes>(
+    isa: I,
+    table: L::Table<I>,
+    (from, stride): (*const u8, usize),
+    line: usize,
+    to: &mut [u8],
+) {
+    for (p, to) in to.chunks_exact_mut(INT_BLOCK).enumerate() {
+        let from = from.wrapping_add(p * stride);
+        // SAFETY: by the caller's promise; the second plane is empty.
+        let operands = unsafe { L::operands::<I, BLOCK>(isa, table, [from; 2], line) };
+        let to = to[line * L::OPERANDS * LINE..][..L::OPERANDS * LINE].as_mut_ptr();
+        for (i, &operand) in operands[..L::OPERANDS].iter().enumerate() {
+            // SAFETY: a line for each operand.
+            unsafe { isa.store(to.wrapping_add(i * LINE), operand) };
+        }
+    }
+}
+
+impl<U: TileUnit, L: Codes> Job for StreamedInts<'_, U, L> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
+        // Not `const`, which is for code that never runs, too.
+        assert!(L::PLANES[0] == LINE && L::PLANES[1] == 0 && !L::SHARED);
         let (unit, mut t) = (self.unit, self.tile);
+        let unpacks = const { L::OPERANDS > 1 };
         let buffer = std::mem::take(&mut t.sums);
         // As many rows in each, the last of which may have been in the tile before.
         let row_tiles = self.rows.div_ceil(TILE_ROWS);
         let rows = self.rows.div_ceil(row_tiles);
         let first = |tile: usize| (tile * rows).min(self.rows - rows);
         let sums_of_tile = rows * MOST_PANELS * LINE;
-        assert!(rows > 0 && buffer.len() >= (2 + row_tiles) * SUMS_OF_STREAM);
+        assert!(rows > 0 && buffer.len() >= stream_size(self.rows));
+        let (unpacked, buffer) = buffer.split_at_mut(if unpacks { INT_LINES } else { 0 });
         let (sums, totals) = buffer.split_at_mut(2 * SUMS_OF_STREAM);
         let totals = &mut totals[..row_tiles * sums_of_tile];
         totals.fill(0);
-        t.check_int_stream(self.rows);
+        // Lines of a panel's block, and its bytes.
+        let block_lines = INT_BLOCK / LINE / L::OPERANDS;
+        let block_bytes = block_lines * LINE;
+        t.check_int_stream(self.rows, block_bytes);
         let (inputs, row_stride, input_stride) = (t.inputs.as_ptr(), t.row_bytes, t.input_stride);
-        // How many lines of each panel are asked for with each step.
-        let asked_lines = (INT_BLOCK / LINE).div_ceil(row_tiles * INT_STEPS);
+        // How many lines of each panel are asked for, and unpacked, with each step.
+        let step_lines = block_lines.div_ceil(row_tiles * INT_STEPS);
 
         // From here on every read is in bounds: `check_int_stream` saw all blocks of the lines of all panels and of the inputs of all rows.
+        let table = L::table(isa);
+        let lines_of = |block: usize| t.weights[0].as_ptr().wrapping_add(block * block_bytes);
+        for line in 0..if unpacks { block_lines } else { 0 } {
+            // SAFETY: a line of the first block, in bounds as said above.
+            unsafe {
+                unpack_ints::<I, L>(isa, table, (lines_of(0), t.weight_stride), line, &mut unpacked[..INT_LINES / 2])
+            };
+        }
         let mut before = None;
         unit.begin(rows);
         for block in 0..t.blocks {
-            let lines = t.weights[0].as_ptr().wrapping_add(block * INT_BLOCK);
-            let ahead = t.int_stream_ahead(block);
-            let mut asked = 0;
+            let (current, next) = match block % 2 {
+                0 => (0, INT_LINES / 2),
+                _ => (INT_LINES / 2, 0),
+            };
+            // The block whose lines are read meanwhile: this one, or the next one, which is unpacked.
+            let due = block + usize::from(unpacks);
+            let (due_lines, ahead) = (lines_of(due), t.int_stream_ahead(due, block_bytes));
+            let mut done = 0;
             for tile in 0..row_tiles {
                 let x = inputs.wrapping_add(block * input_stride + first(tile) * row_stride);
                 let half = SUMS_OF_STREAM * ((block * row_tiles + tile) % 2);
                 // SAFETY: begun.
                 unsafe { unit.clear() };
                 for step in 0..INT_STEPS {
-                    let (x, at) = (x.wrapping_add(step * LINE), lines.wrapping_add(step * STEP_LINES));
+                    let (operands, panel_stride) = match unpacks {
+                        true => (unpacked[current..].as_ptr(), INT_BLOCK),
+                        false => (due_lines, t.weight_stride),
+                    };
+                    let (x, at) = (x.wrapping_add(step * LINE), operands.wrapping_add(step * STEP_LINES));
                     // SAFETY: this step of all rows of the tile, in bounds as said above, and its lines.
-                    unsafe { unit.step_int8(x, row_stride, at, t.weight_stride) };
-                    for line in asked..(asked + asked_lines).min(INT_BLOCK / LINE) {
+                    unsafe { unit.step_int8(x, row_stride, at, panel_stride) };
+                    for line in done..(done + step_lines).min(block_lines) {
                         for p in 0..MOST_PANELS {
-                            let at = lines.wrapping_add(p * t.weight_stride + line * LINE);
+                            let at = due_lines.wrapping_add(p * t.weight_stride + line * LINE);
                             prefetch_later(at.wrapping_add(ahead));
                         }
+                        if unpacks && due < t.blocks {
+                            let to = &mut unpacked[next..][..INT_LINES / 2];
+                            // SAFETY: a line of the next block, in bounds as said above.
+                            unsafe { unpack_ints::<I, L>(isa, table, (due_lines, t.weight_stride), line, to) };
+                        }
                     }
-                    asked += asked_lines;
+                    done += step_lines;
                     if let Some((x, tile)) = before {
                         let half = SUMS_OF_STREAM - half;
                         let part = rows * step / INT_STEPS..rows * (step + 1) / INT_STEPS;

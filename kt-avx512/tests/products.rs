@@ -335,6 +335,7 @@ fn extreme_codes_do_not_saturate() {
             (Format::Int4(Group::Of(32)), 0xff, 0, 7.0),
             (Format::Int4(Group::Of(32)), 0x00, 0, -8.0),
             (Format::Int4(Group::Row), 0xff, 0, 7.0),
+            (Format::Int4(Group::Row), 0x00, 0, -8.0),
             (Format::Int4Asym(Group::Of(32)), 0xff, 0, 15.0),
             (Format::Int4Asym(Group::Of(32)), 0x00, 16, -16.0),
             (Format::Mxfp4, 0x77, 0, 6.0),

@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::{Bits, Grid, Isa, fp8_bits, largest8, least_sum8, load_points, ops, run_with, same_code, sum8, token};
-use crate::lines::Floats;
+use crate::lines::{Codes, Floats};
 use crate::tile::Tile;
 use crate::tiled::{Streamed, StreamedInts, TileProduct, TileUnit};
 use crate::words::Kind;
@@ -709,8 +709,8 @@ unsafe impl<U: TileUnit> Isa for Tiled<U> {
     }
 
     #[inline(always)]
-    fn stream_ints_on_tiles(self, rows: usize, tile: Tile<'_>) {
-        self.run(StreamedInts { unit: self.unit, rows, tile });
+    fn stream_ints_on_tiles<L: Codes>(self, rows: usize, tile: Tile<'_>) {
+        self.run(StreamedInts::<U, L> { unit: self.unit, rows, tile, kind: PhantomData });
     }
 
     ops! {
