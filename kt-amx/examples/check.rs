@@ -21,7 +21,9 @@ mod check {
         let kernel = Amx::detect(Tier::Amx).map_err(|why| why.0)?;
         println!("check: AMX is there and granted");
         let few = |rows| kernel.with_crossover(Crossover { int8: rows, many: usize::MAX, bf16: rows, fp8: rows });
-        for format in [Format::Bf16, Format::Fp8Channel, Format::Fp8Block, Format::Mxfp8] {
+        let floats = [Format::Bf16, Format::Fp8Channel, Format::Fp8Block, Format::Mxfp8];
+        let integers = [Format::Int8(Group::Row), Format::Int4(Group::Row)];
+        for format in floats.into_iter().chain(integers) {
             let on_tiles = product(few(1), format, ROWS)?.0;
             let streamed = product(few(usize::MAX), format, 8)?.0;
             let wrong = on_tiles.iter().zip(&streamed).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
