@@ -22,7 +22,13 @@ mod check {
         println!("check: AMX is there and granted");
         let few = |rows| kernel.with_crossover(Crossover { int8: rows, many: usize::MAX, bf16: rows, fp8: rows });
         let floats = [Format::Bf16, Format::Fp8Channel, Format::Fp8Block, Format::Mxfp8];
-        let integers = [Format::Int8(Group::Row), Format::Int4(Group::Row)];
+        let mut integers = vec![Format::Int8(Group::Row), Format::Int4(Group::Row)];
+        if super::first_process() {
+            println!(
+                "check: {integers:?} skipped: Bochs 3.0 multiplies bytes of tiles as unsigned ones, whatever the instruction"
+            );
+            integers.clear();
+        }
         for format in floats.into_iter().chain(integers) {
             let on_tiles = product(few(1), format, ROWS)?.0;
             let streamed = product(few(usize::MAX), format, 8)?.0;
@@ -112,10 +118,16 @@ mod check {
     }
 }
 
+/// Whether this is all that runs on the machine: an emulated one, as `tests/amx-emulator/run` boots it.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn first_process() -> bool {
+    std::process::id() == 1
+}
+
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 #[allow(unsafe_code)] // what the first process of a machine must do
 fn main() {
-    let first_process = std::process::id() == 1;
+    let first_process = first_process();
     if first_process {
         // An emulator without XFD loses tiles when a thread gives way to another: none may.
         // SAFETY: numbers and a structure that is there.
