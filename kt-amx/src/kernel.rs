@@ -95,8 +95,8 @@ impl Amx {
     }
 }
 
-/// The least rows for which nibbles are split for tiles: there are half as many lines to wait for as there are bytes, and splitting them takes as long for two rows as
-/// for 16 (`PERFORMANCE.md`).
+/// The least rows for which nibbles are split for tiles: that takes as long for two rows as for 16, and memory brings twice as many weights meanwhile as of INT8
+/// (`PERFORMANCE.md`).
 const NIBBLE_ROWS: usize = 8;
 
 impl Kernel for Amx {
