@@ -45,9 +45,9 @@ const STEP: usize = LINE / NUMBER;
 pub(crate) const MOST_ROWS: usize = 256;
 /// Bytes of the buffer of their sums: two thirds of a first-level cache of 48 KiB.
 pub(crate) const SUMS_SIZE: usize = MOST_ROWS * SUM_ROW;
-/// Bytes of lines of two panels that make a piece of K. A fourth of that, which is in the first-level cache with all that passes over it, was up to a
-/// seventh slower: sums go there and back with each piece.
-pub(crate) const PIECE: usize = 64 << 10;
+/// Bytes of lines of two panels that make a piece of K. Half of that was up to a tenth slower, a fourth up to a fifth (`kt-amx/PERFORMANCE.md`): sums go there
+/// and back with each piece.
+pub(crate) const PIECE: usize = 128 << 10;
 /// Blocks of that.
 const PIECE_BLOCKS: usize = PIECE / (TILE_PANELS * PANEL * NUMBER * BLOCK);
 /// Blocks for which something is asked for at a time, at most: those of all tiles of rows.
