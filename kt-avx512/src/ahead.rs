@@ -12,7 +12,7 @@
 //! | AMD Zen 4 | other panels, one at a time, up to four rows | to the first level, past the others | 4 KiB |
 //! | AMD Zen 3 | integers and bundles; several panels, part of a bundle, or five rows and more | to the second level | 8 KiB |
 //! | AMD Zen 3 | other panels, one at a time, up to four rows | to the first level, past the others | 4 KiB |
-//! | Intel, by two Xeons with AMX | any | to the second level, then to the first | 8 KiB, then 6 KiB |
+//! | Intel, by Xeons with AMX (the 6 KiB by one of two) | any | to the second level, then to the first | 8 KiB, then 6 KiB |
 //! | others | with AVX-512 as Zen 4, else as Zen 3; not measured | | |
 
 #![allow(unsafe_code)] // hints, and what the CPU is
