@@ -121,6 +121,7 @@ fn time(kernel: Amx, weights: &Weights, rows: usize) -> Duration {
     const WIDTH: usize = 128;
     let (outputs, cols) = (weights.rows(), weights.cols());
     let (layout, _) = kernel.accepts(weights.format(), outputs, cols).expect("a format of this kernel");
+    let layout = kernel.inputs_of_rows(layout);
     // On boundaries as in layers: tile units load rows that straddle lines at a fraction of the speed.
     let (mut memory, mut out) = (AlignedBytes::default(), AlignedBytes::default());
     let x = memory.get(layout.bytes(rows, cols));

@@ -113,7 +113,7 @@ impl Kernel for Amx {
             InputLayout::Int8 { .. } if self.llamafile.uses_in_place(format) => {
                 Ok((layout, "VNNI; blocks in place, decoded for each product"))
             }
-            InputLayout::Int8 { group: BLOCK, .. } => {
+            InputLayout::Int8 { group: BLOCK.., .. } => {
                 Ok((layout, "AMX tiles of int8 for most rows, VNNI for few; packed by 16 outputs"))
             }
             InputLayout::Int8 { .. } if self.many => {
@@ -168,6 +168,10 @@ impl Kernel for Amx {
         }
     }
 
+    fn inputs_of_rows(self, layout: InputLayout) -> InputLayout {
+        self.avx.inputs_of_rows(layout)
+    }
+
     fn pack_input(self, layout: InputLayout, x: &[f32], out: &mut [u8]) {
         self.avx.pack_input(layout, x, out);
     }
@@ -216,7 +220,7 @@ impl Kernel for Amx {
             out.iter_mut().for_each(|v| *v += 0.0);
         } else if gguf {
             self.llamafile.product(outputs, inputs, rows, out, scratch);
-        } else if matches!(inputs.layout(), InputLayout::Int8 { group: BLOCK, .. })
+        } else if matches!(inputs.layout(), InputLayout::Int8 { group: BLOCK.., .. })
             && n >= self.int8_on_tiles(outputs.of.format())
         {
             let product = Product { outputs, inputs, rows, out, scratch, zero: 0 };

@@ -10,7 +10,7 @@ use kt_core::cpu::tier::Tier;
 use kt_core::format::ALL;
 use kt_core::source::WeightSource;
 use kt_core::source::synthetic::SyntheticSource;
-use kt_core::testing::{self, Random, Rows, weights};
+use kt_core::testing::{self, Random, Rows, layouts, weights};
 use kt_core::{Format, Group, Matrix, Proj, ScaleType, Unsupported};
 use kt_llamafile::Llamafile;
 
@@ -88,18 +88,20 @@ fn int8_products_have_the_bits_of_vnni() {
         };
         assert_eq!(kernel.with_many().accepts(format, outputs, cols).unwrap().0, layout, "{format}");
         let w = weights(kernel, &matrix);
-        let x = Rows::new(kernel, layout, &inputs(70, cols), cols);
-        for (rows, range) in [
-            (0..70, 0..outputs),
-            (3..36, 0..outputs),
-            (1..2, 0..outputs),
-            (5..21, (outputs - 1) / 64 * 64..outputs - 1),
-        ] {
-            let want = product(kernel.with_crossover(VECTORS), &w, range.clone(), &x, rows.clone());
-            assert!(want.iter().any(|&v| v != 0), "{format}: nothing but zeros");
-            for kernel in [kernel, kernel.with_many()] {
-                let got = product(kernel.with_crossover(TILES), &w, range.clone(), &x, rows.clone());
-                assert!(got == want, "{format} {outputs}x{cols}, rows {rows:?}, outputs {range:?}");
+        for layout in layouts(kernel, format, outputs, cols) {
+            let x = Rows::new(kernel, layout, &inputs(70, cols), cols);
+            for (rows, range) in [
+                (0..70, 0..outputs),
+                (3..36, 0..outputs),
+                (1..2, 0..outputs),
+                (5..21, (outputs - 1) / 64 * 64..outputs - 1),
+            ] {
+                let want = product(kernel.with_crossover(VECTORS), &w, range.clone(), &x, rows.clone());
+                assert!(want.iter().any(|&v| v != 0), "{format}: nothing but zeros");
+                for kernel in [kernel, kernel.with_many()] {
+                    let got = product(kernel.with_crossover(TILES), &w, range.clone(), &x, rows.clone());
+                    assert!(got == want, "{format} {outputs}x{cols}, rows {rows:?}, outputs {range:?}");
+                }
             }
         }
         formats.push(format);
@@ -122,11 +124,12 @@ fn extreme_codes_do_not_saturate() {
             let scales = 1f32.to_le_bytes().repeat(16);
             let scales = Some((scales.into(), ScaleType::F32));
             let matrix = Matrix::new(format, 16, cols, codes.into(), scales).unwrap();
-            let (layout, _) = kernel.accepts(format, 16, cols).unwrap();
-            let x = Rows::new(kernel, layout, &vec![sign; cols * 20], cols);
-            let got = product(kernel.with_crossover(TILES), &weights(kernel, &matrix), 0..16, &x, 0..20);
-            let want = sign * value * cols as f32;
-            assert!(got.iter().all(|&v| f32::from_bits(v) == want), "{format} {code:#x} {sign}");
+            for layout in layouts(kernel, format, 16, cols) {
+                let x = Rows::new(kernel, layout, &vec![sign; cols * 20], cols);
+                let got = product(kernel.with_crossover(TILES), &weights(kernel, &matrix), 0..16, &x, 0..20);
+                let want = sign * value * cols as f32;
+                assert!(got.iter().all(|&v| f32::from_bits(v) == want), "{format} {code:#x} {sign}");
+            }
         }
     }
 }

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // kernel
 
-use kt_core::cpu::input::{self, BLOCK, InputLayout, OfGroups, Sums, TOPS, WORTH, shrink};
+use kt_core::cpu::input::{self, BLOCK, InputLayout, OfGroups, Sums, TOPS, WIDE, WORTH, shrink};
 
 use crate::isa::{Isa, Job};
 
@@ -20,13 +20,16 @@ impl Job for PackInput<'_> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
         assert!(self.out.len() == self.layout.block_bytes());
-        let mut padded = [0f32; BLOCK];
-        let x: &[f32; BLOCK] = match self.x.try_into() {
-            Ok(x) => x,
-            Err(_) => {
-                padded[..self.x.len()].copy_from_slice(self.x);
-                &padded
-            }
+        if let InputLayout::Int8 { group: WIDE, sums } = self.layout
+            && !sums.in_halves()
+        {
+            let mut memory = [0f32; WIDE];
+            return one::<I, WIDE, false>(isa, padded(self.x, &mut memory), sums, input::wide_parts(sums, self.out));
+        }
+        let mut memory = [0f32; BLOCK];
+        let x: &[f32; BLOCK] = match self.layout.columns() {
+            BLOCK => padded(self.x, &mut memory),
+            _ => return input::pack_block(self.layout, self.x, self.out),
         };
         match self.layout {
             InputLayout::Int8 { group, sums } => {
@@ -50,6 +53,16 @@ impl Job for PackInput<'_> {
             layout => input::pack_block(layout, x, self.out),
         }
     }
+}
+
+/// Columns, padded with zeros to `N`.
+#[inline(always)]
+fn padded<'a, const N: usize>(x: &'a [f32], memory: &'a mut [f32; N]) -> &'a [f32; N] {
+    if let Ok(x) = x.try_into() {
+        return x;
+    }
+    memory[..x.len()].copy_from_slice(x);
+    memory
 }
 
 /// Register `i` of a slice.

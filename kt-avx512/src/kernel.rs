@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use kt_core::activation::Activation;
-use kt_core::cpu::input::{BLOCK, InputLayout, Inputs, Sums};
+use kt_core::cpu::input::{BLOCK, InputLayout, Inputs, Sums, WIDE};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
 use kt_core::cpu::tier::Tier;
 use kt_core::format::mx;
@@ -211,6 +211,14 @@ impl Kernel for Avx {
 
     fn pack(self, matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
         layout::pack(matrix, rows, out);
+    }
+
+    /// Of weights with one scale an output, inputs have one for as many columns as they can: sums are scaled a fourth as often.
+    fn inputs_of_rows(self, layout: InputLayout) -> InputLayout {
+        match layout {
+            InputLayout::Int8 { group: BLOCK, sums } => InputLayout::Int8 { group: WIDE, sums },
+            layout => layout,
+        }
     }
 
     fn pack_input(self, layout: InputLayout, x: &[f32], out: &mut [u8]) {

@@ -255,6 +255,8 @@ pub trait Scale: Copy {
     const RECORD: usize;
     /// Bytes of the record of 256 columns, which scales are relative to; 0 where there is none.
     const SUPER: usize = 0;
+    /// Blocks of 128 columns that a block of the inputs has: 4 if that is [wide](kt_core::cpu::input::WIDE), where weights have no scale but those of outputs.
+    const SPAN: usize = 1;
     /// Whether totals are multiplied with an F32 scale of the output.
     const OUTPUTS: bool;
     /// Whether a group has its own zero point, which is subtracted from the codes. Inputs then bring the plain sums of their codes, or what
@@ -322,9 +324,10 @@ pub trait Scale: Copy {
 
 /// No group scales.
 #[derive(Clone, Copy)]
-pub(crate) struct NoScale;
+pub(crate) struct NoScale<const SPAN: usize = 1>;
 
-impl Scale for NoScale {
+impl<const SPAN: usize> Scale for NoScale<SPAN> {
+    const SPAN: usize = SPAN;
     const RECORD: usize = 0;
     const OUTPUTS: bool = true;
     #[inline(always)]

@@ -7,7 +7,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
+use kt_core::cpu::input::{BLOCK, InputLayout, Inputs, WIDE};
 use kt_core::cpu::kernel::{Outputs, Scratch, Weights};
 use kt_core::format::mx;
 use kt_core::{Format, Group};
@@ -67,6 +67,8 @@ pub trait Path<I: Isa> {
     const STREAMS_ON_TILES: bool = false;
     /// Whether any number of them does; else up to [`TILE_ROWS`].
     const STREAMS_ANY_ROWS: bool = false;
+    /// How many steps a block of 128 columns is for a unit.
+    const TILE_STEPS: usize = if Self::INTEGERS { tiled::INT_STEPS } else { tiled::BLOCK_STEPS };
     /// How many panels at once these have.
     const TILE_PANELS: usize = <Self::Lines as Lines>::BUNDLE;
     /// The most rows that stream over one panel after another with operands of 512 bits, where the hardware reads a single stream best.
@@ -240,7 +242,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         false => most_stream_rows(I::LARGE),
     };
     const ONE_STREAM: usize = one_stream::<L, S, XG, WG>();
-    const SCALED_BLOCKS: usize = scaled_blocks::<S>();
+    const SCALED_BLOCKS: usize = if S::SPAN > 1 { S::SPAN } else { scaled_blocks::<S>() };
     const WIDENED: usize = 1;
     const ASKS: usize = match I::TILES {
         true => 1,
@@ -561,6 +563,9 @@ impl Job for Product<'_> {
         let (int8, lookups, bf16, f32) = (isa.for_int8(), isa.for_lookups(), isa.for_bf16(), isa.for_f32());
         // Whether groups are whole blocks.
         let blocks = |group: Group| group.cols(BLOCK).is_multiple_of(BLOCK);
+        // Whether blocks of the inputs are wide.
+        const WIDE_SPAN: usize = WIDE / BLOCK;
+        let wide = self.inputs.layout().columns() == WIDE;
         match weights.format() {
             Format::F32 => self.on::<_, Numbers<F32Lines, { scaled::NO }>>(f32, Layout::new),
             Format::F16 => self.on::<_, Numbers<F16Lines, { scaled::NO }>>(f32, Layout::new),
@@ -568,6 +573,9 @@ impl Job for Product<'_> {
             Format::Fp8Channel => self.on::<_, Numbers<Fp8, { scaled::OUTPUTS }>>(bf16, Layout::new),
             Format::Fp8Block => self.on::<_, Numbers<Fp8, { scaled::TILES }>>(bf16, Layout::new),
             Format::Mxfp8 => self.on::<_, Numbers<Fp8, { scaled::GROUPS }>>(bf16, Layout::new),
+            Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) if wide => {
+                self.on::<_, Ints<Bytes<0>, NoScale<WIDE_SPAN>, BLOCK, 0>>(int8, Layout::new)
+            }
             Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) => {
                 self.on::<_, Ints<Bytes<0>, NoScale, BLOCK, 0>>(int8, Layout::new)
             }
@@ -581,6 +589,9 @@ impl Job for Product<'_> {
                 self.on::<_, Ints<Bytes<0>, F16Scale<2>, CHUNK, BLOCK>>(int8, Layout::new)
             }
             Format::Int8Asym(_) => self.on::<_, Ints<Bytes<0>, F16Scale<2>, CHUNK, CHUNK>>(int8, Layout::new),
+            Format::Int4(Group::Row) if wide => {
+                self.on::<_, Ints<Nibbles, NoScale<WIDE_SPAN>, BLOCK, 0>>(int8, Layout::new)
+            }
             Format::Int4(Group::Row) => self.on::<_, Ints<Nibbles, NoScale, BLOCK, 0>>(int8, Layout::new),
             Format::Int4(g) if blocks(g) => self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, BLOCK>>(int8, Layout::new),
             Format::Int4(_) => self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, CHUNK>>(int8, Layout::new),
@@ -657,7 +668,8 @@ impl Product<'_> {
             }
             _ => (packed.as_ptr().wrapping_add(panel_at(done)), step),
         };
-        let block_bytes = self.inputs.layout().block_bytes();
+        let (block_bytes, input_span) = (self.inputs.layout().block_bytes(), self.inputs.layout().columns() / BLOCK);
+        assert!(K::SCALED_BLOCKS.is_multiple_of(input_span), "inputs of another path");
         let input_stride = self.inputs.rows() * block_bytes;
         let first_row = self.rows.start * block_bytes;
         let inputs = &self.inputs.bytes()[first_row..];
@@ -686,8 +698,9 @@ impl Product<'_> {
             front: if K::INTEGERS { layout.groups_at } else { layout.blocks_at },
             supers_at: layout.supers_at,
             first_block: start,
-            inputs: &inputs[start * input_stride..],
+            inputs: &inputs[start / input_span * input_stride..],
             input_stride,
+            input_span,
             row_bytes: block_bytes,
             blocks,
             row_tiles: 1,
@@ -704,9 +717,22 @@ impl Product<'_> {
         let streams = const { K::STREAM_ROWS > 0 } && n <= isa.stream_rows(K::STREAM_ROWS);
         let on_tiles = !streams && (n <= TILE_ROWS || K::STREAMS_ANY_ROWS) && K::STREAMS_ON_TILES;
         if streams || on_tiles {
-            later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
-            later.spread(1, Level::Second);
-            later.ask();
+            // Of many rows some at a time, as many each time.
+            let passes = if on_tiles { n.div_ceil(STREAM_ROWS) } else { 1 };
+            if on_tiles {
+                // With each step of each tile of rows.
+                let passes = (0..passes).map(|pass| n * (pass + 1) / passes - n * pass / passes);
+                let row_tiles: usize = passes.map(|rows| rows.div_ceil(TILE_ROWS)).sum();
+                later.add(next_inputs.as_ptr(), next_inputs.len());
+                later.spread(
+                    width.div_ceil(K::TILE_PANELS * PANEL) * row_tiles * layout.blocks * K::TILE_STEPS,
+                    Level::Second,
+                );
+            } else {
+                later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
+                later.spread(1, Level::Second);
+                later.ask();
+            }
             let panels = if on_tiles { K::TILE_PANELS } else { stream_panels::<I, K>(n) };
             let (lines_at, scales_at) = (layout.lines_at(0), scales_at(0));
             let ahead = Ahead::of(n, panels, K::INTEGERS, layout.bundle);
@@ -724,8 +750,6 @@ impl Product<'_> {
                 }
                 rows = (widened, n * BLOCK * I::INPUT_BYTES, BLOCK * I::INPUT_BYTES);
             }
-            // Of many rows some at a time, as many each time.
-            let passes = if on_tiles { n.div_ceil(STREAM_ROWS) } else { 1 };
             while done < width {
                 let at = panel_at(done);
                 for pass in 0..passes {
@@ -1003,6 +1027,7 @@ impl Product<'_> {
                         first_block,
                         inputs: &inputs[first_block * input_stride + rows.start * block_bytes..],
                         input_stride,
+                        input_span: 1,
                         row_bytes: block_bytes,
                         blocks: now * SUPER / BLOCK,
                         row_tiles: 1,

@@ -20,7 +20,7 @@ use crate::ahead::{Ahead, Later, prefetch_later, prefetch_now};
 use crate::isa::{Isa, Job};
 use crate::layout::{BITS, LINE, MOST_PANELS, PANEL, SUPER, spread, unit_of};
 use crate::lines::{Codes, Floats, Lines, SHIFTED, Scale, Steps};
-use crate::tiled::{CHAIN, NUMBER};
+use crate::tiled::{CHAIN, INT_SPAN, NUMBER};
 
 /// What register tiles read and write that follow each other in rows: `blocks` blocks of 128 columns of it.
 pub struct Tile<'a> {
@@ -54,11 +54,15 @@ pub struct Tile<'a> {
     pub supers_at: usize,
     /// How many blocks come before the first one.
     pub first_block: usize,
-    /// Input rows, from the first block: block `b` of row `r` begins at `b * input_stride + r * block_bytes`.
+    /// Input rows, from the first block: `b` of row `r` begins at `b * input_stride + r * row_bytes`, or, where blocks of inputs are of several of these, at
+    /// `b / input_span * input_stride + r * row_bytes + b % input_span * 128`.
     pub inputs: &'a [u8],
     /// See `inputs`.
     pub input_stride: usize,
-    /// `block_bytes`.
+    /// Blocks that are one of the inputs, with one scale: sums of their products are scaled together. Tiles begin with the first of them, and end with the last one or where the
+    /// matrix does.
+    pub input_span: usize,
+    /// Bytes of a block of the inputs.
     pub row_bytes: usize,
     /// Blocks of 128 columns.
     pub blocks: usize,
@@ -125,7 +129,8 @@ impl Tile<'_> {
         }
         let last = |bytes| (p - 1) * self.panel_stride + spread(bytes - 1, self.panel_step);
         assert!(reads.scales == 0 || self.panel.len() > last(reads.scales));
-        assert!(self.inputs.len() >= (self.blocks - 1) * self.input_stride + r * reads.input);
+        assert!(self.first_block.is_multiple_of(self.input_span));
+        assert!(self.inputs.len() >= (self.blocks - 1) / self.input_span * self.input_stride + r * reads.input);
         assert!(self.width <= p * PANEL);
         assert!(self.out.len() >= (r - 1) * self.out_stride + self.width);
     }
@@ -170,7 +175,12 @@ impl Tile<'_> {
     /// one block to the next.
     #[inline(always)]
     fn ahead<const P: usize>(&self, block: usize, block_bytes: [usize; 2], line_step: usize) -> [usize; 2] {
-        let blocks = self.blocks_ahead::<P>(block_bytes);
+        self.ahead_by(block, self.blocks_ahead::<P>(block_bytes), block_bytes, line_step)
+    }
+
+    /// The same if that is so many blocks ahead.
+    #[inline(always)]
+    fn ahead_by(&self, block: usize, blocks: usize, block_bytes: [usize; 2], line_step: usize) -> [usize; 2] {
         block_bytes.map(|bytes| {
             let (ahead, all) = (spread(blocks * bytes, line_step), spread(self.blocks * bytes, line_step));
             if block + blocks < self.blocks { ahead } else { self.following().wrapping_add(ahead).wrapping_sub(all) }
@@ -233,18 +243,20 @@ impl Tile<'_> {
     #[inline(always)]
     pub(crate) fn check_int_stream(&self, rows: usize, block_bytes: usize) {
         // Codes, a scale, and what is kept of their sum.
-        let input = BLOCK + 8;
+        let input = self.input_span * BLOCK + 8;
         assert!(self.unit == 1 && self.first_block == 0 && self.row_tiles == 1 && self.line_skip == 0);
-        assert!(self.row_bytes == input);
-        let reads = Reads { line_step: LINE, scales: self.outputs_at + PANEL * 4, input };
+        assert!(self.input_span <= INT_SPAN);
+        assert!(self.row_bytes >= input);
+        let reads = Reads { line_step: LINE, scales: self.outputs_at + PANEL * 4, input: self.row_bytes };
         self.check(rows, MOST_PANELS, [block_bytes, 0], reads);
         self.ask_front::<MOST_PANELS>();
     }
 
-    /// From a line of a block of that to the one to ask for.
+    /// From a line of a block of that to the one to ask for, at least so many blocks on.
     #[inline(always)]
-    pub(crate) fn int_stream_ahead(&self, block: usize, block_bytes: usize) -> usize {
-        self.ahead::<MOST_PANELS>(block, [block_bytes, 0], LINE)[0]
+    pub(crate) fn int_stream_ahead(&self, block: usize, block_bytes: usize, least: usize) -> usize {
+        let blocks = self.blocks_ahead::<MOST_PANELS>([block_bytes, 0]).max(least);
+        self.ahead_by(block, blocks, [block_bytes, 0], LINE)[0]
     }
 
     /// Checks that totals of `r` rows and `p` panels fit, and that the scales of these `outputs` are there, if they are due.
@@ -661,11 +673,13 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         // Columns that share a scale of the inputs.
         let scaled = const { input_scale::<S, XG>() };
         let asks = const { int_asks::<I, S, XG>() };
-        let sums_at = BLOCK + BLOCK / scaled * 4;
+        let scales_of_inputs = S::SPAN * BLOCK;
+        let sums_at = scales_of_inputs + BLOCK / scaled * 4;
         // Bytes of what is kept of the sums of a group, and where in them the last number is.
         let kept = if in_words && S::WORDS == 1 || S::MINIMA && begun { 8 } else { 4 };
         let last_kept = kept - 4;
         let input_bytes = sums_at + BLOCK / XG * kept;
+        let input_bytes = if S::SPAN > 1 { input_bytes.next_multiple_of(LINE) } else { input_bytes };
         let line_step = L::BUNDLE * LINE;
         let steps = BLOCK / XG * Steps::<L, XG>::COUNT;
         let block_bytes = L::PLANES.map(|bytes| steps * bytes);
@@ -682,6 +696,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             scales = scales.max(t.supers_at + ((t.first_block + t.blocks) * BLOCK).div_ceil(SUPER) * S::SUPER);
         }
         t.check(R, P, block_bytes, Reads { line_step, scales, input: input_bytes });
+        const { assert!(S::SPAN == 1 || S::SPAN.is_power_of_two() && XG == BLOCK && WG == 0) };
+        assert!(t.input_span == S::SPAN);
 
         // From here on every read is in bounds: `check` saw all blocks of the lines of P panels and of the inputs of all rows, and the
         // records of all groups, and of all groups of groups.
@@ -738,7 +754,12 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             let mut left = t.group_left;
             // What sums of words, scaled once, add up to until they are scaled once more.
             let mut scaled_words = [[isa.zero(); P]; R];
+            // What products of the blocks before it, of the same block of inputs, add up to, which begins at `x`.
+            let mut unscaled = [[isa.splat(0); P]; R];
             for block in 0..t.blocks {
+                // Which one of that block it is, and whether another one follows.
+                let within = block & (S::SPAN - 1);
+                let goes_on = within + 1 < S::SPAN && block + 1 < t.blocks;
                 if S::WORDS > 0 && block.is_multiple_of(scaled_blocks::<S>()) {
                     if !STREAM || R > 4 && P > 1 || R > 8 {
                         // To memory with the totals until they are due: the sums and what they add up to need the registers.
@@ -802,10 +823,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 *zero = if in_words { isa.words(*zero, *zero) } else { isa.and(*zero, words) };
                             }
                         }
-                        let mut sums = [[isa.splat(0); P]; R];
+                        let mut sums = if within > 0 { unscaled } else { [[isa.splat(0); P]; R] };
                         let mut before = sums;
                         for h in 0..halves {
-                            if begun {
+                            if begun && within == 0 {
                                 for (r, sums) in sums.iter_mut().enumerate() {
                                     let at = x.wrapping_add(r * input_bytes + sums_at + (k / XG + h) * kept);
                                     // SAFETY: a sum of codes of row `r`, in bounds as said above.
@@ -837,7 +858,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                     }
                                 }
                             }
-                            let at = Place { x, input_bytes, ahead };
+                            let at = Place { x: x.wrapping_add(within * BLOCK), input_bytes, ahead };
                             // SAFETY: `XG` columns from column `k + h * XG` on, in bounds as said above.
                             unsafe {
                                 let at = (&mut line, at, k + h * XG);
@@ -877,6 +898,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 before = sums;
                             }
                         }
+                        if goes_on {
+                            unscaled = sums;
+                            continue;
+                        }
                         if S::WORDS > 0 {
                             for p in 0..P {
                                 let at = scales_at(p, record);
@@ -895,7 +920,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                         }
                         for (r, sums) in sums.iter().enumerate() {
                             // SAFETY: a scale of row `r`, in bounds as said above.
-                            let x_scale = unsafe { isa.load_f32(x.add(r * input_bytes + BLOCK + k / scaled * 4)) };
+                            let x_scale =
+                                unsafe { isa.load_f32(x.add(r * input_bytes + scales_of_inputs + k / scaled * 4)) };
                             for p in 0..P {
                                 let sum = isa.to_f32(sums[p]);
                                 if WG == 0 {
@@ -971,7 +997,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                         }
                     }
                 }
-                x = x.wrapping_add(t.input_stride);
+                if !goes_on {
+                    x = x.wrapping_add(t.input_stride);
+                }
                 if !Self::UNITS || (t.first_block + block + 1) & (t.unit - 1) == 0 {
                     record += t.record_skip;
                     line[0] = line[0].wrapping_add(Steps::<L, XG>::spread(t.line_skip));

@@ -23,7 +23,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use kt_core::cpu::input::BLOCK;
+use kt_core::cpu::input::{BLOCK, WIDE};
 
 use crate::ahead::{Later, prefetch_later};
 use crate::isa::{Isa, Job};
@@ -312,7 +312,7 @@ impl<U: TileUnit, L: Floats, const SCALED: u8, const P: usize> Job for Streamed<
 }
 
 /// Steps of a block.
-const BLOCK_STEPS: usize = BLOCK / STEP;
+pub(crate) const BLOCK_STEPS: usize = BLOCK / STEP;
 
 impl<U: TileUnit, L: Floats, const SCALED: u8, const P: usize> Streamed<'_, U, L, SCALED, P> {
     /// Does it, of lines of so many steps at a time: 1, for one tile of rows, or [`BLOCK_STEPS`].
@@ -373,6 +373,7 @@ impl<U: TileUnit, L: Floats, const SCALED: u8, const P: usize> Streamed<'_, U, L
                     let x = block * input_stride + first(tile) * row_stride + step % BLOCK_STEPS * LINE;
                     // SAFETY: this step of all rows of the tile, in bounds as said above, and its lines.
                     unsafe { unit.step::<P>(inputs.wrapping_add(x), row_stride, at) };
+                    t.later.ask();
                     if record == 0 || !((step + 1) * STEP).is_multiple_of(span) {
                         continue;
                     }
@@ -429,11 +430,15 @@ pub(crate) struct StreamedInts<'a, U, L> {
 const _: () = assert!(MOST_PANELS == 4, "as many as a tile unit's steps of integers have");
 
 /// Steps of a block of that.
-const INT_STEPS: usize = BLOCK / LINE;
+pub(crate) const INT_STEPS: usize = BLOCK / LINE;
 /// Bytes of a block of a panel, as operands.
 const INT_BLOCK: usize = BLOCK * PANEL;
-/// Bytes of such blocks of four panels, of two by turns.
-const INT_LINES: usize = 2 * MOST_PANELS * INT_BLOCK;
+/// The most blocks whose sums are scaled together.
+pub(crate) const INT_SPAN: usize = WIDE / BLOCK;
+/// Bytes of a block of four panels, as operands.
+const INT_LINES_OF_BLOCK: usize = MOST_PANELS * INT_BLOCK;
+/// Bytes of as many such blocks as are scaled together, of two times as many by turns.
+const INT_LINES: usize = 2 * INT_SPAN * INT_LINES_OF_BLOCK;
 
 /// Unpacks line `line` of the blocks that begin at `from`, those of the panels so many bytes apart.
 ///
@@ -482,73 +487,99 @@ impl<U: TileUnit, L: Codes> Job for StreamedInts<'_, U, L> {
         let block_bytes = block_lines * LINE;
         t.check_int_stream(self.rows, block_bytes);
         let (inputs, row_stride, input_stride) = (t.inputs.as_ptr(), t.row_bytes, t.input_stride);
-        // How many lines of each panel are asked for, and unpacked, with each step.
-        let step_lines = block_lines.div_ceil(row_tiles * INT_STEPS);
+        // Blocks of the inputs have so many of these, whose sums are scaled together. A tile of rows alone keeps them from one to the next; of several, each multiplies all of them
+        // before the next one does.
+        let span = t.input_span;
+        let together = if row_tiles == 1 { 1 } else { span };
+        let blocks_from = |first: usize| first..t.blocks.min(first + together);
+        // What is not unpacked is read by the first tile of rows, and asked for beside all of them.
+        let least_ahead = if unpacks { 0 } else { together };
 
         // From here on every read is in bounds: `check_int_stream` saw all blocks of the lines of all panels and of the inputs of all rows.
         let table = L::table(isa);
         let lines_of = |block: usize| t.weights[0].as_ptr().wrapping_add(block * block_bytes);
-        for line in 0..if unpacks { block_lines } else { 0 } {
-            // SAFETY: a line of the first block, in bounds as said above.
-            unsafe {
-                unpack_ints::<I, L>(isa, table, (lines_of(0), t.weight_stride), line, &mut unpacked[..INT_LINES / 2])
-            };
+        for block in if unpacks { blocks_from(0) } else { 0..0 } {
+            for line in 0..block_lines {
+                let to = &mut unpacked[block * INT_LINES_OF_BLOCK..][..INT_LINES_OF_BLOCK];
+                // SAFETY: a line of the first blocks, in bounds as said above.
+                unsafe { unpack_ints::<I, L>(isa, table, (lines_of(block), t.weight_stride), line, to) };
+            }
         }
+        let (mut current, mut next) = unpacked.split_at_mut(if unpacks { INT_LINES / 2 } else { 0 });
         let mut before = None;
+        let mut half = 0;
         unit.begin(rows);
-        for block in 0..t.blocks {
-            let (current, next) = match block % 2 {
-                0 => (0, INT_LINES / 2),
-                _ => (INT_LINES / 2, 0),
+        for first_block in (0..t.blocks).step_by(together) {
+            let blocks = blocks_from(first_block);
+            let within = first_block % span;
+            let steps = blocks.len() * INT_STEPS;
+            // The blocks whose lines are read meanwhile: these, or those that come next, which are unpacked; in the end, of the panels that come next.
+            let due = match blocks.end {
+                _ if !unpacks => blocks.clone(),
+                end if end < t.blocks => blocks_from(end),
+                end => end..end + blocks_from(0).len(),
             };
-            // The block whose lines are read meanwhile: this one, or the next one, which is unpacked.
-            let due = block + usize::from(unpacks);
-            let (due_lines, ahead) = (lines_of(due), t.int_stream_ahead(due, block_bytes));
+            let mut ahead = [0; INT_SPAN];
+            for (ahead, block) in ahead.iter_mut().zip(due.clone()) {
+                *ahead = t.int_stream_ahead(block, block_bytes, least_ahead);
+            }
+            // How many lines of each panel are asked for, and unpacked, with each step; and how many rows are scaled.
+            let lines = due.len() * block_lines;
+            let step_lines = lines.div_ceil(row_tiles * steps);
+            let step_rows = rows.div_ceil(steps);
             let mut done = 0;
             for tile in 0..row_tiles {
-                let x = inputs.wrapping_add(block * input_stride + first(tile) * row_stride);
-                let half = SUMS_OF_STREAM * ((block * row_tiles + tile) % 2);
-                // SAFETY: begun.
-                unsafe { unit.clear() };
-                for step in 0..INT_STEPS {
+                let row = inputs.wrapping_add(first_block / span * input_stride + first(tile) * row_stride);
+                if within == 0 {
+                    // SAFETY: begun.
+                    unsafe { unit.clear() };
+                }
+                for i in 0..steps {
+                    let (block, step) = (i / INT_STEPS, i % INT_STEPS);
                     let (operands, panel_stride) = match unpacks {
-                        true => (unpacked[current..].as_ptr(), INT_BLOCK),
-                        false => (due_lines, t.weight_stride),
+                        true => (current[block * INT_LINES_OF_BLOCK..].as_ptr(), INT_BLOCK),
+                        false => (lines_of(first_block + block), t.weight_stride),
                     };
-                    let (x, at) = (x.wrapping_add(step * LINE), operands.wrapping_add(step * STEP_LINES));
+                    let x = row.wrapping_add((within + block) * BLOCK + step * LINE);
                     // SAFETY: this step of all rows of the tile, in bounds as said above, and its lines.
-                    unsafe { unit.step_int8(x, row_stride, at, panel_stride) };
-                    for line in done..(done + step_lines).min(block_lines) {
+                    unsafe { unit.step_int8(x, row_stride, operands.wrapping_add(step * STEP_LINES), panel_stride) };
+                    t.later.ask();
+                    for line in done..(done + step_lines).min(lines) {
+                        let (i, line) = (line / block_lines, line % block_lines);
+                        let from = lines_of(due.start + i);
                         for p in 0..MOST_PANELS {
-                            let at = due_lines.wrapping_add(p * t.weight_stride + line * LINE);
-                            prefetch_later(at.wrapping_add(ahead));
+                            let at = from.wrapping_add(p * t.weight_stride + line * LINE);
+                            prefetch_later(at.wrapping_add(ahead[i]));
                         }
-                        if unpacks && due < t.blocks {
-                            let to = &mut unpacked[next..][..INT_LINES / 2];
-                            // SAFETY: a line of the next block, in bounds as said above.
-                            unsafe { unpack_ints::<I, L>(isa, table, (due_lines, t.weight_stride), line, to) };
+                        if unpacks && due.start < t.blocks {
+                            let to = &mut next[i * INT_LINES_OF_BLOCK..][..INT_LINES_OF_BLOCK];
+                            // SAFETY: a line of the next blocks, in bounds as said above.
+                            unsafe { unpack_ints::<I, L>(isa, table, (from, t.weight_stride), line, to) };
                         }
                     }
                     done += step_lines;
                     if let Some((x, tile)) = before {
-                        let half = SUMS_OF_STREAM - half;
-                        let part = rows * step / INT_STEPS..rows * (step + 1) / INT_STEPS;
+                        let part = (i * step_rows).min(rows)..((i + 1) * step_rows).min(rows);
                         let totals = &mut totals[tile * sums_of_tile..][..sums_of_tile];
                         // SAFETY: rows of the tile before, in bounds as said above.
-                        unsafe { add_int_sums(isa, (x, row_stride), part, &sums[half..], totals) };
+                        unsafe { add_int_sums(isa, (x, row_stride), part, &sums[SUMS_OF_STREAM - half..], totals) };
                     }
                 }
-                // SAFETY: sums of a tile of rows and all panels.
-                unsafe { unit.write::<MOST_PANELS>(sums[half..][..sums_of_tile].as_mut_ptr()) };
-                before = Some((x, tile));
+                before = None;
+                if blocks.end.is_multiple_of(span) || blocks.end == t.blocks {
+                    // SAFETY: sums of a tile of rows and all panels.
+                    unsafe { unit.write::<MOST_PANELS>(sums[half..][..sums_of_tile].as_mut_ptr()) };
+                    before = Some((row.wrapping_add(span * BLOCK), tile));
+                    half = SUMS_OF_STREAM - half;
+                }
             }
+            std::mem::swap(&mut current, &mut next);
         }
         unit.end();
         if let Some((x, tile)) = before {
-            let half = SUMS_OF_STREAM * ((t.blocks * row_tiles - 1) % 2);
             let totals = &mut totals[tile * sums_of_tile..][..sums_of_tile];
             // SAFETY: rows of the last tile, in bounds as said above.
-            unsafe { add_int_sums(isa, (x, row_stride), 0..rows, &sums[half..], totals) };
+            unsafe { add_int_sums(isa, (x, row_stride), 0..rows, &sums[SUMS_OF_STREAM - half..], totals) };
         }
         for (tile, totals) in totals.chunks_exact(sums_of_tile).enumerate() {
             end_rows::<I, MOST_PANELS>(isa, &mut t, first(tile), totals, (true, 1.0));
@@ -559,7 +590,7 @@ impl<U: TileUnit, L: Codes> Job for StreamedInts<'_, U, L> {
 /// Adds sums of some rows, with what their inputs bring along, to the totals, times the scales of the inputs.
 ///
 /// # Safety
-/// The blocks of these rows are readable, of which the first row of the tile begins at the address given, and the next ones so many bytes on.
+/// What the blocks of these rows have behind their codes is readable, of which that of the first row of the tile begins at the address given, and the next ones so many bytes on.
 #[inline(always)]
 unsafe fn add_int_sums<I: Isa>(
     isa: I,
@@ -569,7 +600,7 @@ unsafe fn add_int_sums<I: Isa>(
     totals: &mut [u8],
 ) {
     for r in rows {
-        let at = x.wrapping_add(r * row_stride + BLOCK);
+        let at = x.wrapping_add(r * row_stride);
         // SAFETY: the scale of a block, and what is kept of its sum, by the caller's promise.
         let (scale, kept) = unsafe { (isa.load_f32(at), isa.load_dword(at.wrapping_add(4))) };
         const ROW: usize = MOST_PANELS * LINE;

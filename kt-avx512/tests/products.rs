@@ -2,12 +2,12 @@
 
 #![cfg(target_arch = "x86_64")]
 
-use kt_core::cpu::input::{InputLayout, Sums};
+use kt_core::cpu::input::{InputLayout, Sums, WIDE};
 use kt_core::cpu::kernel::Kernel;
 use kt_core::cpu::tier::Tier;
 use kt_core::format::float::f32_to_bf16;
 use kt_core::format::fp8::E4M3;
-use kt_core::testing::{Random, Rows, packs_as_known, product, weights};
+use kt_core::testing::{Random, Rows, layouts, packs_as_known, product, weights};
 use kt_core::{Format, Group, Matrix, ScaleType};
 
 use kt_avx512::Avx;
@@ -164,16 +164,17 @@ fn products_match_plain_sums() {
         for format in formats() {
             for (rows, cols) in SHAPES {
                 let Some(matrix) = random_matrix(format, rows, cols, ScaleType::Bf16, 7) else { continue };
-                let (layout, _) = kernel.accepts(format, rows, cols).expect("accepted");
-                let w = weights(kernel, &matrix);
-                let x = Rows::new(kernel, layout, &random_inputs(40, cols, 9), cols);
-                let mut random = Random(3);
-                for n in [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 40, 300] {
-                    let pick: Vec<u32> = (0..n).map(|_| random.below(40) as u32).collect();
-                    let got = product(kernel, &w, 0..rows, &x, &pick);
-                    let error = worst_error(&matrix, &x, &pick, &got);
-                    // A chain of cols / 2 roundings of 2^-24, of random sign: far below 1e-6 of the sum of magnitudes.
-                    assert!(error < 1e-6, "{} {format} {rows}x{cols}, {n} rows: {error:.1e}", kernel.tier());
+                for layout in layouts(kernel, format, rows, cols) {
+                    let w = weights(kernel, &matrix);
+                    let x = Rows::new(kernel, layout, &random_inputs(40, cols, 9), cols);
+                    let mut random = Random(3);
+                    for n in [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 40, 300] {
+                        let pick: Vec<u32> = (0..n).map(|_| random.below(40) as u32).collect();
+                        let got = product(kernel, &w, 0..rows, &x, &pick);
+                        let error = worst_error(&matrix, &x, &pick, &got);
+                        // A chain of cols / 2 roundings of 2^-24, of random sign: far below 1e-6 of the sum of magnitudes.
+                        assert!(error < 1e-6, "{} {format} {rows}x{cols}, {n} rows: {error:.1e}", kernel.tier());
+                    }
                 }
             }
         }
@@ -187,21 +188,22 @@ fn all_scale_types_are_kept() {
             let kinds = [ScaleType::F32, ScaleType::F16, ScaleType::Bf16, ScaleType::E8m0, ScaleType::E4m3];
             for kind in kinds.into_iter().filter(|&kind| format.takes_scales(kind)) {
                 let Some(matrix) = random_matrix(format, 40, 384, kind, 17) else { continue };
-                let (layout, _) = kernel.accepts(format, 40, 384).expect("accepted");
-                let x = Rows::new(kernel, layout, &random_inputs(3, 384, 19), 384);
-                let got = product(kernel, &weights(kernel, &matrix), 0..40, &x, &[0, 1, 2]);
-                let error = worst_error(&matrix, &x, &[0, 1, 2], &got);
-                let grouped = matches!(
-                    format,
-                    Format::Int8(Group::Of(_))
-                        | Format::Int8Offset(Group::Of(_))
-                        | Format::Int8Asym(Group::Of(_))
-                        | Format::Int4(Group::Of(_))
-                        | Format::Int4Asym(Group::Of(_))
-                );
-                // Only F32 scales of groups are rounded, to 11 bits.
-                let bound = if grouped && kind == ScaleType::F32 { 2.5e-4 } else { 1e-6 };
-                assert!(error < bound, "{} {format} {kind:?}: {error:.1e}", kernel.tier());
+                for layout in layouts(kernel, format, 40, 384) {
+                    let x = Rows::new(kernel, layout, &random_inputs(3, 384, 19), 384);
+                    let got = product(kernel, &weights(kernel, &matrix), 0..40, &x, &[0, 1, 2]);
+                    let error = worst_error(&matrix, &x, &[0, 1, 2], &got);
+                    let grouped = matches!(
+                        format,
+                        Format::Int8(Group::Of(_))
+                            | Format::Int8Offset(Group::Of(_))
+                            | Format::Int8Asym(Group::Of(_))
+                            | Format::Int4(Group::Of(_))
+                            | Format::Int4Asym(Group::Of(_))
+                    );
+                    // Only F32 scales of groups are rounded, to 11 bits.
+                    let bound = if grouped && kind == ScaleType::F32 { 2.5e-4 } else { 1e-6 };
+                    assert!(error < bound, "{} {format} {kind:?}: {error:.1e}", kernel.tier());
+                }
             }
         }
     }
@@ -212,26 +214,27 @@ fn a_number_does_not_depend_on_what_is_computed_with_it() {
     const N: usize = 300;
     for kernel in kernels() {
         for format in formats() {
-            let (rows, cols) = (139, 384);
+            let (rows, cols) = (139, 768);
             let Some(matrix) = random_matrix(format, rows, cols, ScaleType::Bf16, 27) else { continue };
-            let (layout, _) = kernel.accepts(format, rows, cols).expect("accepted");
-            let w = weights(kernel, &matrix);
-            let x = Rows::new(kernel, layout, &random_inputs(N, cols, 29), cols);
-            let all: Vec<u32> = (0..N as u32).collect();
-            let want = product(kernel, &w, 0..rows, &x, &all);
-            for n in 1..=30 {
-                let mut random = Random(n as u64);
-                let pick: Vec<u32> = (0..n).map(|_| random.below(N) as u32).collect();
-                let start = random.below(rows.div_ceil(Avx::PANEL)) * Avx::PANEL;
-                let end = start + 1 + random.below(rows - start);
-                let got = product(kernel, &w, start..end, &x, &pick);
-                for (i, &row) in pick.iter().enumerate() {
-                    assert_eq!(
-                        bits(&got[i * (end - start)..][..end - start]),
-                        bits(&want[row as usize * rows..][start..end]),
-                        "{} {format}: {n} rows, outputs {start}..{end}, row {i}",
-                        kernel.tier()
-                    );
+            for layout in layouts(kernel, format, rows, cols) {
+                let w = weights(kernel, &matrix);
+                let x = Rows::new(kernel, layout, &random_inputs(N, cols, 29), cols);
+                let all: Vec<u32> = (0..N as u32).collect();
+                let want = product(kernel, &w, 0..rows, &x, &all);
+                for n in 1..=30 {
+                    let mut random = Random(n as u64);
+                    let pick: Vec<u32> = (0..n).map(|_| random.below(N) as u32).collect();
+                    let start = random.below(rows.div_ceil(Avx::PANEL)) * Avx::PANEL;
+                    let end = start + 1 + random.below(rows - start);
+                    let got = product(kernel, &w, start..end, &x, &pick);
+                    for (i, &row) in pick.iter().enumerate() {
+                        assert_eq!(
+                            bits(&got[i * (end - start)..][..end - start]),
+                            bits(&want[row as usize * rows..][start..end]),
+                            "{} {format}: {n} rows, outputs {start}..{end}, row {i}",
+                            kernel.tier()
+                        );
+                    }
                 }
             }
         }
@@ -289,9 +292,12 @@ fn int8_products_are_the_same_on_every_tier() {
         let results: Vec<_> = kernels
             .iter()
             .map(|&kernel| {
-                let (layout, _) = kernel.accepts(format, 96, 768).expect("accepted");
-                let x = Rows::new(kernel, layout, &random_inputs(10, 768, 39), 768);
-                bits(&product(kernel, &weights(kernel, &matrix), 0..96, &x, &[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]))
+                let w = weights(kernel, &matrix);
+                let of = |layout| {
+                    let x = Rows::new(kernel, layout, &random_inputs(10, 768, 39), 768);
+                    bits(&product(kernel, &w, 0..96, &x, &[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]))
+                };
+                layouts(kernel, format, 96, 768).into_iter().map(of).collect::<Vec<_>>()
             })
             .collect();
         assert!(results.windows(2).all(|w| w[0] == w[1]), "{format} differs between tiers");
@@ -343,7 +349,7 @@ fn extreme_codes_do_not_saturate() {
             (Format::Nvfp4, 0x77, 0, 6.0),
             (Format::Nvfp4, 0xff, 0, -6.0),
         ] {
-            let cols = 256;
+            let cols = 512;
             let codes = vec![code; format.row_bytes(cols).unwrap() * 16];
             let (r, c) = format.scale_shape(16, cols).unwrap();
             let (one, kind): (&[u8], _) = match format {
@@ -356,13 +362,14 @@ fn extreme_codes_do_not_saturate() {
             if format.takes_zero_points() {
                 matrix = matrix.with_zero_points(vec![zero; r * c]).unwrap();
             }
-            let (layout, _) = kernel.accepts(format, 16, cols).unwrap();
-            for sign in [-127.0f32, 127.0] {
-                let x = Rows::new(kernel, layout, &vec![sign; cols * 9], cols);
-                for rows in [&[0u32][..], &[0, 1, 2, 3, 4, 5, 6, 7, 8]] {
-                    let got = product(kernel, &weights(kernel, &matrix), 0..16, &x, rows);
-                    let want = sign * value * cols as f32;
-                    assert!(got.iter().all(|&v| v == want), "{} {format} {code:#x}: {want} {got:?}", kernel.tier());
+            for layout in layouts(kernel, format, 16, cols) {
+                for sign in [-127.0f32, 127.0] {
+                    let x = Rows::new(kernel, layout, &vec![sign; cols * 9], cols);
+                    for rows in [&[0u32][..], &[0, 1, 2, 3, 4, 5, 6, 7, 8]] {
+                        let got = product(kernel, &weights(kernel, &matrix), 0..16, &x, rows);
+                        let want = sign * value * cols as f32;
+                        assert!(got.iter().all(|&v| v == want), "{} {format} {code:#x}: {want} {got:?}", kernel.tier());
+                    }
                 }
             }
             if let Some((_, kernel)) = kernel.for_many().filter(|(_, kernel)| in_words(format).contains(kernel)) {
@@ -517,17 +524,18 @@ fn nan_and_infinity_stay_in_their_row() {
         for format in formats() {
             let (rows, cols) = (48, 192);
             let Some(matrix) = random_matrix(format, rows, cols, ScaleType::Bf16, 47) else { continue };
-            let (layout, _) = kernel.accepts(format, rows, cols).expect("accepted");
-            let w = weights(kernel, &matrix);
-            for bad in [f32::NAN, f32::INFINITY] {
-                let mut x = random_inputs(13, cols, 49);
-                x[5 * cols + 150] = bad;
-                let x = Rows::new(kernel, layout, &x, cols);
-                for pick in [&[4u32, 5][..], &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]] {
-                    let got = product(kernel, &w, 0..rows, &x, pick);
-                    for (i, &row) in pick.iter().enumerate() {
-                        let finite = got[i * rows..][..rows].iter().all(|v| v.is_finite());
-                        assert_eq!(finite, row != 5, "{} {format} {bad}: row {row}", kernel.tier());
+            for layout in layouts(kernel, format, rows, cols) {
+                let w = weights(kernel, &matrix);
+                for bad in [f32::NAN, f32::INFINITY] {
+                    let mut x = random_inputs(13, cols, 49);
+                    x[5 * cols + 150] = bad;
+                    let x = Rows::new(kernel, layout, &x, cols);
+                    for pick in [&[4u32, 5][..], &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]] {
+                        let got = product(kernel, &w, 0..rows, &x, pick);
+                        for (i, &row) in pick.iter().enumerate() {
+                            let finite = got[i * rows..][..rows].iter().all(|v| v.is_finite());
+                            assert_eq!(finite, row != 5, "{} {format} {bad}: row {row}", kernel.tier());
+                        }
                     }
                 }
             }
@@ -539,7 +547,7 @@ fn nan_and_infinity_stay_in_their_row() {
 fn inputs_and_activations_are_those_of_the_core() {
     use kt_core::activation::Activation;
     for kernel in kernels() {
-        for len in [1, 31, 100, 128] {
+        for len in [1, 31, 100, 128, 129, 400, 512] {
             let x: Vec<f32> = random_inputs(1, len, len as u64);
             // Codes of one magnitude, which may add up to more than there is room for, in some groups.
             let flat: Vec<f32> =
@@ -557,12 +565,14 @@ fn inputs_and_activations_are_those_of_the_core() {
                 InputLayout::Int8 { group: 32, sums: Sums::PairWords(-8) },
                 InputLayout::Int8 { group: 32, sums: Sums::PairScaled(-16) },
                 InputLayout::Int8 { group: 128, sums: Sums::Times(-128) },
+                InputLayout::Int8 { group: WIDE, sums: Sums::Times(-128) },
+                InputLayout::Int8 { group: WIDE, sums: Sums::Halves(-32) },
                 InputLayout::Int8Words { group: 16, zero: 12, minima: false },
                 InputLayout::Int8Words { group: 16, zero: 2, minima: true },
                 InputLayout::Int8Words { group: 32, zero: 8, minima: false },
                 InputLayout::Int8Words { group: 32, zero: 16, minima: true },
             ] {
-                for x in [&x, &flat] {
+                for x in [&x, &flat].map(|x| &x[..len.min(layout.columns())]) {
                     let (mut got, mut want) = (vec![1; layout.block_bytes()], vec![2; layout.block_bytes()]);
                     kernel.pack_input(layout, x, &mut got);
                     kt_core::cpu::input::pack_block(layout, x, &mut want);

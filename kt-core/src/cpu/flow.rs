@@ -26,7 +26,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use bytes::Bytes;
 
 use super::cache::{Key, PackedCache};
-use super::input::{BLOCK, InputLayout, Inputs};
+use super::input::{self, BLOCK, InputLayout, Inputs};
 use super::kernel::{Kernel, Outputs, Scratch, Weights};
 use super::memory::{AlignedBytes, Grid, GridTile, Marks, Pages, Pieces, pages_near, prefetch, residence};
 use super::slice::{Columns, Sliced, Width, cut};
@@ -472,6 +472,7 @@ impl<K: Kernel> Backend for CpuBackend<K> {
 
     fn probe_linear(&self, format: Format, rows: usize, cols: usize) -> Result<Fit, Unsupported> {
         let (layout, how) = self.kernel.accepts(format, rows, cols)?;
+        let layout = self.kernel.inputs_of_rows(layout);
         let packed = self.kernel.packed_bytes(format, rows, cols);
         Ok(Fit {
             rank: self.kernel.rank(),
@@ -487,6 +488,7 @@ impl<K: Kernel> Backend for CpuBackend<K> {
     fn linear(&self, matrix: &Matrix, context: &LoadContext) -> Result<Box<dyn LinearOp>> {
         let (format, rows, cols) = (matrix.format(), matrix.rows(), matrix.cols());
         let (layout, _) = self.kernel.accepts(format, rows, cols)?;
+        let layout = self.kernel.inputs_of_rows(layout);
         matrix.check_scales().map_err(Error::Invalid)?;
         let nodes: Vec<usize> = context.team.shares().iter().map(|s| s.threads).collect();
         let cuts = cut(rows, K::PANEL, &nodes, 0);
@@ -632,13 +634,13 @@ struct BankInner<K> {
     many: Option<(usize, Arc<BankInner<K>>)>,
 }
 
-/// The inputs of gate, up and down.
+/// The inputs of gate, up and down, of which those of down are packed in blocks of [`BLOCK`] columns as they are computed.
 fn layouts<K: Kernel>(kernel: K, layer: &LayerSpec) -> Result<[InputLayout; 3], Unsupported> {
     let of = |proj: Proj| {
         let (rows, cols) = layer.shape(proj);
         kernel.accepts(layer.format(proj), rows, cols).map(|(layout, _)| layout)
     };
-    Ok([of(Proj::Gate)?, of(Proj::Up)?, of(Proj::Down)?])
+    Ok([kernel.inputs_of_rows(of(Proj::Gate)?), kernel.inputs_of_rows(of(Proj::Up)?), of(Proj::Down)?])
 }
 
 struct CpuBank<K> {
@@ -725,8 +727,8 @@ struct Chunk {
     h: Range<usize>,
 }
 
-/// Packs rows `0..rows` of a matrix of `cols` columns, one task per row; `read(row, columns, out)` gets the values, and `place(row, block)`
-/// says which block of `bytes` they become.
+/// Packs rows `0..rows` of a matrix of `cols` columns, one task per row; `read(row, columns, out)` gets the values, and `place(row, block, blocks)`
+/// says which block of `bytes` they become, of so many of a row.
 fn pack_rows<K: Kernel>(
     kernel: K,
     region: &mut Region<'_>,
@@ -734,18 +736,19 @@ fn pack_rows<K: Kernel>(
     (rows, cols): (usize, usize),
     (bytes, marks): (&mut [u8], &mut Marks),
     read: impl Fn(usize, Range<usize>, &mut [f32]) -> bool + Sync,
-    place: impl Fn(usize, usize) -> usize + Sync,
+    place: impl Fn(usize, usize, usize) -> usize + Sync,
 ) {
     let pieces = Pieces::every_within(std::mem::take(marks), bytes, layout.block_bytes());
     let pack = |row: usize| {
-        let mut values = [0f32; BLOCK];
-        for b in 0..cols.div_ceil(BLOCK) {
-            let columns = b * BLOCK..cols.min((b + 1) * BLOCK);
+        let mut values = [0f32; input::WIDE];
+        let (blocks, width) = (layout.blocks(cols), layout.columns());
+        for b in 0..blocks {
+            let columns = b * width..cols.min((b + 1) * width);
             let values = &mut values[..columns.len()];
             if !read(row, columns, values) {
                 return;
             }
-            kernel.pack_input(layout, values, pieces.take(place(row, b)));
+            kernel.pack_input(layout, values, pieces.take(place(row, b, blocks)));
         }
     };
     // One row takes about a microsecond: less than waking anybody.
@@ -848,8 +851,7 @@ impl<K: Kernel> BankInner<K> {
             input.read(start + columns.start..start + columns.end, out);
             used[row]
         };
-        let blocks = hidden.div_ceil(BLOCK);
-        let place = |row: usize, block: usize| row * blocks + block;
+        let place = |row: usize, block: usize, blocks: usize| row * blocks + block;
         let x0 = x0.get(gate_layout.bytes(tokens, hidden));
         pack_rows(kernel, &mut region, gate_layout, (tokens, hidden), (&mut *x0, &mut *marks), read, place);
         let gate_x = PackedTokens { layout: gate_layout, cols: hidden, bytes: x0 };
@@ -1316,7 +1318,7 @@ impl<K: Kernel> LinearOp for CpuLinear<K> {
                     out.copy_from_slice(&x[row * cols..][columns]);
                     true
                 },
-                |row, block| block * n + row,
+                |row, block, _| block * n + row,
             );
             let inputs = Inputs::new(self.layout, n, cols, bytes);
             let width = if n <= WIDE_ROWS { WIDE } else { NARROW };

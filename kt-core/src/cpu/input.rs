@@ -1,6 +1,6 @@
 //! Input rows as kernels read them.
 //!
-//! Rows are cut into blocks of [`BLOCK`] columns, each self-contained (its codes, then its scales), and stored block by block:
+//! Rows are cut into blocks of [`BLOCK`] columns, or [`WIDE`] ones, each self-contained (its codes, then its scales), and stored block by block:
 //! block `b` of row `r` starts at `(b * rows + r) * layout.block_bytes()`. So the rows of one block are neighbours for a tile
 //! of rows, and the task that computes 128 intermediate columns of an expert owns one contiguous piece of the down input.
 //! The last block is padded with zeros, which add nothing to any product.
@@ -11,6 +11,12 @@ use crate::format::float::f32_to_bf16;
 
 /// Columns of an input block.
 pub const BLOCK: usize = 128;
+
+/// Columns of a wide one, for inputs whose rows are known as a whole before they are packed. Wide blocks are whole cache lines, so that tile units load codes that lie within lines.
+pub const WIDE: usize = 4 * BLOCK;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 /// How input rows are rounded and laid out within a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -24,7 +30,7 @@ pub enum InputLayout {
     ///
     /// `x = scale * code`, the scale being the best of four. A group with a NaN or an infinity has a NaN scale and zero codes; an all-zero group has scale 0.
     Int8 {
-        /// Columns per scale: 16, 32 or 128.
+        /// Columns per scale: 16, 32 or 128; or 512, those of a [wide](WIDE) block of as many codes.
         group: usize,
         /// What is kept of the sums of the codes.
         sums: Sums,
@@ -163,12 +169,28 @@ impl Sums {
 }
 
 impl InputLayout {
-    /// Bytes of a block: 512, 256, or 128 codes with 8 or 12 bytes a group.
+    /// Columns of a block: [`BLOCK`] or [`WIDE`].
+    #[inline(always)]
+    pub const fn columns(self) -> usize {
+        match self {
+            InputLayout::Int8 { group: WIDE, .. } => WIDE,
+            _ => BLOCK,
+        }
+    }
+
+    /// Blocks of a row of `cols` columns.
+    #[inline(always)]
+    pub const fn blocks(self, cols: usize) -> usize {
+        cols.div_ceil(self.columns())
+    }
+
+    /// Bytes of a block: 512, 256, or 128 codes with 8 or 12 bytes a group; of a wide one, 512 codes with 8 or 12 bytes and what is left of a line.
     #[inline(always)]
     pub const fn block_bytes(self) -> usize {
         match self {
             InputLayout::F32 => BLOCK * 4,
             InputLayout::Bf16 => BLOCK * 2,
+            InputLayout::Int8 { group: WIDE, sums } => (WIDE + 4 * (1 + sums.of_group())).next_multiple_of(LINE),
             InputLayout::Int8 { group, sums } => BLOCK + BLOCK / group * 4 * (1 + sums.of_group()),
             InputLayout::Int8Words { group, minima, .. } => BLOCK + 4 + BLOCK / (2 * group) * Self::pair_bytes(minima),
         }
@@ -189,7 +211,7 @@ impl InputLayout {
 
     /// Bytes of `rows` rows of `cols` columns.
     pub const fn bytes(self, rows: usize, cols: usize) -> usize {
-        cols.div_ceil(BLOCK) * rows * self.block_bytes()
+        self.blocks(cols) * rows * self.block_bytes()
     }
 }
 
@@ -204,13 +226,19 @@ impl fmt::Display for InputLayout {
     }
 }
 
-/// Packs up to [`BLOCK`] columns of one row into one block; the rest is zero. Vectorizes inside a `#[target_feature]` caller.
+/// Packs up to [`InputLayout::columns`] columns of one row into one block; the rest is zero. Vectorizes inside a `#[target_feature]` caller.
 ///
 /// # Panics
 /// When `x` is longer than a block or `out` is not one block long.
 #[inline(always)]
 pub fn pack_block(layout: InputLayout, x: &[f32], out: &mut [u8]) {
-    assert!(x.len() <= BLOCK && out.len() == layout.block_bytes());
+    assert!(x.len() <= layout.columns() && out.len() == layout.block_bytes());
+    if let InputLayout::Int8 { group: WIDE, sums } = layout {
+        let mut full = [0f32; WIDE];
+        full[..x.len()].copy_from_slice(x);
+        let (codes, scale, kept) = wide_parts(sums, out);
+        return pack_int8(WIDE, sums, &full, codes, scale, kept);
+    }
     let mut full = [0f32; BLOCK];
     full[..x.len()].copy_from_slice(x);
     match layout {
@@ -235,9 +263,19 @@ pub fn pack_block(layout: InputLayout, x: &[f32], out: &mut [u8]) {
     }
 }
 
+/// Of a wide block its codes, its scale, and what is kept of their sum; what is behind them is set to zero.
+#[inline(always)]
+pub fn wide_parts(sums: Sums, block: &mut [u8]) -> (&mut [u8], &mut [u8], &mut [u8]) {
+    let (codes, rest) = block.split_at_mut(WIDE);
+    let (scale, rest) = rest.split_at_mut(4);
+    let (kept, padding) = rest.split_at_mut(sums.of_group() * 4);
+    padding.fill(0);
+    (codes, scale, kept)
+}
+
 /// A block of [`InputLayout::Int8`].
 #[inline(always)]
-fn pack_int8(group: usize, sums: Sums, x: &[f32; BLOCK], codes: &mut [u8], scales: &mut [u8], kept: &mut [u8]) {
+fn pack_int8(group: usize, sums: Sums, x: &[f32], codes: &mut [u8], scales: &mut [u8], kept: &mut [u8]) {
     for (g, x) in x.chunks_exact(group).enumerate() {
         let codes = &mut codes[g * group..][..group];
         let scale = round_group(x, codes, sums.most());
@@ -462,7 +500,7 @@ impl<'a> Inputs<'a> {
     /// Blocks per row.
     #[inline(always)]
     pub fn blocks(&self) -> usize {
-        self.cols.div_ceil(BLOCK)
+        self.layout.blocks(self.cols)
     }
 
     /// Block `block` of row `row`.
@@ -486,15 +524,16 @@ mod tests {
     #[test]
     fn int8_blocks_round_to_nearest_and_pad_with_zeros() {
         let x: Vec<f32> = (0..100).map(|i| (i as f32 - 50.0) * 0.37).collect();
-        for (group, times) in [(32, 1), (16, -8), (128, -128)] {
+        for (group, times) in [(32, 1), (16, -8), (128, -128), (WIDE, -128)] {
             let layout = InputLayout::Int8 { group, sums: Sums::Times(times) };
             let mut out = vec![0xaa; layout.block_bytes()];
             pack_block(layout, &x, &mut out);
-            let groups = BLOCK / group;
+            let (columns, groups) = (layout.columns(), layout.columns() / group);
+            assert!(out[columns + groups * 8..].iter().all(|&padding| padding == 0));
             for g in 0..groups {
                 let f = |o: usize| <[u8; 4]>::try_from(&out[o..o + 4]).unwrap();
-                let scale = f32::from_le_bytes(f(BLOCK + g * 4));
-                let sum = i32::from_le_bytes(f(BLOCK + groups * 4 + g * 4));
+                let scale = f32::from_le_bytes(f(columns + g * 4));
+                let sum = i32::from_le_bytes(f(columns + groups * 4 + g * 4));
                 let codes: Vec<i32> = out[g * group..][..group].iter().map(|&c| c as i8 as i32).collect();
                 assert_eq!(sum, times * codes.iter().sum::<i32>());
                 let largest = codes.iter().map(|c| c.abs()).max().unwrap();

@@ -173,7 +173,13 @@ pub trait Kernel: Copy + Send + Sync + 'static {
     /// bytes are the same, and in the same order, as those of these rows when the whole matrix is packed.
     fn pack(self, matrix: &Matrix, rows: Range<usize>, out: &mut [u8]);
 
-    /// Rounds up to [`input::BLOCK`] columns of one row into a block of `layout`.
+    /// The inputs of products whose rows are known as a whole before they are packed, as those of gate and up are, where [`accepts`](Kernel::accepts) says `layout`, whose
+    /// blocks are small enough to be packed as they are computed. By default the same.
+    fn inputs_of_rows(self, layout: InputLayout) -> InputLayout {
+        layout
+    }
+
+    /// Rounds up to [`InputLayout::columns`] columns of one row into a block of `layout`.
     fn pack_input(self, layout: InputLayout, x: &[f32], out: &mut [u8]) {
         input::pack_block(layout, x, out);
     }

@@ -143,7 +143,7 @@ fn input_of(input: abi::Input) -> Option<InputLayout> {
     Some(match (input.kind, input.group, input.sums) {
         (0, ..) => InputLayout::F32,
         (1, ..) => InputLayout::Bf16,
-        (2, group @ (16 | 32 | 128), sums) => {
+        (2, group @ (16 | 32 | 128 | 512), sums) => {
             let sums = match sums {
                 0 => Sums::Times(input.times),
                 1 => Sums::Scaled,
@@ -334,7 +334,7 @@ mod tests {
     #[test]
     fn roundings_of_inputs_come_back_as_they_went() {
         let mut all = vec![InputLayout::F32, InputLayout::Bf16];
-        for group in [16, 32, 128] {
+        for group in [16, 32, 128, 512] {
             for sums in [
                 Sums::Times(-8),
                 Sums::Times(1),

@@ -38,7 +38,7 @@ use crate::work::{Hidden, Spent, Work};
 pub use allocations::{Counting, prepared_calls_allocate_nothing};
 pub use device::{Fault, TestDevice};
 pub use naive::Naive;
-pub use packed::{Rows, packs_as_known, product, weights};
+pub use packed::{Rows, layouts, packs_as_known, product, weights};
 pub use products::Products;
 
 /// Deterministic random numbers (splitmix64): for test data, not for statistics.

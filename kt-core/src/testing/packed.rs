@@ -25,8 +25,8 @@ impl Rows {
         // On a boundary as in layers: tile units load rows that straddle lines at a fraction of the speed.
         let mut bytes = AlignedBytes::default();
         for (i, out) in bytes.get(layout.bytes(rows, cols)).chunks_exact_mut(layout.block_bytes()).enumerate() {
-            let (block, row) = (i / rows, i % rows);
-            kernel.pack_input(layout, &x[row * cols..][block * BLOCK..cols.min((block + 1) * BLOCK)], out);
+            let (block, row, width) = (i / rows, i % rows, layout.columns());
+            kernel.pack_input(layout, &x[row * cols..][block * width..cols.min((block + 1) * width)], out);
         }
         Rows { layout, rows, cols, bytes }
     }
@@ -48,12 +48,13 @@ impl Rows {
 
     /// Input `k` of a row, as packed.
     pub fn get(&self, row: usize, k: usize) -> f64 {
-        let (block, k) = (self.view().block(k / BLOCK, row), k % BLOCK);
+        let width = self.layout.columns();
+        let (block, k) = (self.view().block(k / width, row), k % width);
         let f32_at = |at: usize| f32::from_le_bytes([0, 1, 2, 3].map(|i| block[at + i])) as f64;
         match self.layout {
             InputLayout::F32 => f32_at(k * 4),
             InputLayout::Bf16 => bf16_to_f32(u16::from_le_bytes([block[k * 2], block[k * 2 + 1]])) as f64,
-            InputLayout::Int8 { group, .. } => block[k] as i8 as f64 * f32_at(BLOCK + k / group * 4),
+            InputLayout::Int8 { group, .. } => block[k] as i8 as f64 * f32_at(width + k / group * 4),
             InputLayout::Int8Words { group, minima, .. } => {
                 let pair = BLOCK + 4 + k / (2 * group) * InputLayout::pair_bytes(minima);
                 // The first one's scale is above.
@@ -63,6 +64,17 @@ impl Rows {
             }
         }
     }
+}
+
+/// The layouts of inputs that a kernel multiplies a format with: of those that are packed as they are computed, and of those whose rows are known before, if they have another one.
+///
+/// # Panics
+/// When it does not accept the format.
+pub fn layouts<K: Kernel>(kernel: K, format: Format, rows: usize, cols: usize) -> Vec<InputLayout> {
+    let (layout, _) = kernel.accepts(format, rows, cols).expect("accepted");
+    let mut layouts = vec![layout, kernel.inputs_of_rows(layout)];
+    layouts.dedup();
+    layouts
 }
 
 /// Weights as a kernel wants them: packed, or as they are.
