@@ -719,8 +719,8 @@ impl Product<'_> {
         if streams || on_tiles {
             // Of many rows some at a time, as many each time.
             let passes = if on_tiles { n.div_ceil(STREAM_ROWS) } else { 1 };
-            if on_tiles {
-                // With each step of each tile of rows.
+            if on_tiles && n > TILE_ROWS {
+                // With each step of each tile of rows. A tile alone waits for memory as it is.
                 let passes = (0..passes).map(|pass| n * (pass + 1) / passes - n * pass / passes);
                 let row_tiles: usize = passes.map(|rows| rows.div_ceil(TILE_ROWS)).sum();
                 later.add(next_inputs.as_ptr(), next_inputs.len());
