@@ -78,6 +78,7 @@ mod x86 {
             }
         };
         let (layout, _) = kernel.accepts(format, outputs, cols).expect("a format of AMX's");
+        let layout = kernel.inputs_of_rows(layout);
         ROWS.map(|rows| {
             let mut random = Random(2);
             let values: Vec<f32> = (0..rows * cols).map(|_| random.normal()).collect();

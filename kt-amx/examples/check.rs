@@ -94,6 +94,7 @@ mod check {
         let source = source.format(format).seed(3).build().map_err(|e| e.to_string())?;
         let matrix = source.matrix(0, 0, Proj::Gate).map_err(|e| e.to_string())?;
         let (layout, _) = kernel.accepts(format, OUTPUTS, COLS).map_err(|why| why.0)?;
+        let layout = kernel.inputs_of_rows(layout);
         let weights = weights(kernel, &matrix);
         let mut random = Random(9);
         let x: Vec<f32> = (0..ROWS * COLS).map(|_| random.normal()).collect();

@@ -36,6 +36,7 @@ mod x86 {
         let (outputs, cols) = SHAPE;
         // Not this crate's format, or not this tier's.
         let Ok((layout, _)) = kernel.accepts(format, outputs, cols) else { return };
+        let layout = kernel.inputs_of_rows(layout);
         let weights = weights(kernel, format);
         let bytes = weights.matrix().map_or(weights.bytes().len() as u64, |m| m.byte_len());
         let mut group = c.benchmark_group(format!("product/{}/{format}/{outputs}x{cols}", kernel.tier()));

@@ -414,6 +414,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     /// each line.
     const ONE_STREAM: bool = STREAM && P == 1 && R <= one_stream::<L, S, XG, WG>();
 
+    /// Whether sums that go on over several blocks begin anew with each, and are added up: where they are few, products wait for those before them, but not for those of another
+    /// block.
+    const ANEW: bool = STREAM && R * P < 10;
+
     /// Whether it reads a whole bundle, which is a single stream as well.
     const BUNDLE: bool = STREAM && P > 1 && P == L::BUNDLE;
 
@@ -823,7 +827,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 *zero = if in_words { isa.words(*zero, *zero) } else { isa.and(*zero, words) };
                             }
                         }
-                        let mut sums = if within > 0 { unscaled } else { [[isa.splat(0); P]; R] };
+                        let mut sums = if within > 0 && !Self::ANEW { unscaled } else { [[isa.splat(0); P]; R] };
                         let mut before = sums;
                         for h in 0..halves {
                             if begun && within == 0 {
@@ -896,6 +900,13 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                     }
                                 }
                                 before = sums;
+                            }
+                        }
+                        if Self::ANEW && within > 0 {
+                            for (sums, unscaled) in sums.iter_mut().zip(&unscaled) {
+                                for (sum, &unscaled) in sums.iter_mut().zip(unscaled) {
+                                    *sum = isa.add(*sum, unscaled);
+                                }
                             }
                         }
                         if goes_on {
