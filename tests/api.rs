@@ -182,6 +182,28 @@ fn passes_without_end_are_planned_as_what_they_take() {
 }
 
 #[test]
+fn passes_have_128_rows_of_an_expert_unless_told_otherwise() {
+    // Experts, and of how many a token is; then tokens.
+    for (experts, top_k, tokens) in [
+        (128, 8, 2048),
+        (60, 4, 1920),
+        (60, 7, 1098),
+        (8, 2, 1024),
+        (128, 4, 4096),
+        (256, 8, 4096),
+        (512, 10, 4096),
+        (1, 1, 1024),
+    ] {
+        let source =
+            SyntheticSource::builder().hidden(64).intermediate(64).experts(experts).top_k(top_k).build().unwrap();
+        let scratch = |builder: kt::RuntimeBuilder| builder.build().unwrap().plan(&source).unwrap().scratch_bytes;
+        let by_default = scratch(kt::runtime());
+        assert_eq!(by_default, scratch(kt::runtime().pass_tokens(tokens)), "{top_k} of {experts}");
+        assert!(by_default < scratch(kt::runtime().pass_tokens(tokens + 1)), "{top_k} of {experts}");
+    }
+}
+
+#[test]
 fn what_does_not_fit_is_refused_with_the_plan() {
     let runtime = kt::runtime().memory_limit(1 << 20).build().unwrap();
     let Err(error) = runtime.load(&source(Format::Bf16)) else { panic!("1 MiB is too little") };

@@ -53,7 +53,7 @@ pub struct RuntimeBuilder {
     batch_invariant: bool,
     memory_limit: Option<u64>,
     packed_cache: Option<PathBuf>,
-    pass_tokens: usize,
+    pass_tokens: Option<usize>,
 }
 
 impl RuntimeBuilder {
@@ -73,7 +73,7 @@ impl RuntimeBuilder {
             batch_invariant: false,
             memory_limit: None,
             packed_cache: None,
-            pass_tokens: 1024,
+            pass_tokens: None,
         }
     }
 
@@ -161,10 +161,11 @@ impl RuntimeBuilder {
         self
     }
 
-    /// Most tokens computed at once (default 1024): a larger batch goes through a layer in passes. More tokens mean more scratch
-    /// and fewer readings of the weights.
+    /// Most tokens computed at once: a larger batch goes through a layer in passes. More tokens mean more scratch and fewer readings of the
+    /// weights. Default: as many as give an expert 128 rows on average, which is 2048 tokens where each has 8 of 128 experts, but no fewer than 1024
+    /// and no more than 4096.
     pub fn pass_tokens(mut self, tokens: usize) -> Self {
-        self.pass_tokens = tokens;
+        self.pass_tokens = Some(tokens);
         self
     }
 
@@ -174,7 +175,7 @@ impl RuntimeBuilder {
     /// The named backend does not exist or cannot run on this machine (the error says why), a number is 0, both a team and a number of
     /// threads were given, or a plugin that was named is refused or a directory of plugins cannot be read.
     pub fn build(self) -> Result<Runtime> {
-        if self.threads == Some(0) || self.pass_tokens == 0 {
+        if self.threads == Some(0) || self.pass_tokens == Some(0) {
             return Err(Error::Invalid("threads and pass_tokens must be at least 1".into()));
         }
         if self.threads.is_some() && self.team.is_some() {
@@ -246,7 +247,7 @@ pub struct Runtime {
     in_place: bool,
     memory_limit: Option<u64>,
     packed_cache: Option<PathBuf>,
-    pass_tokens: usize,
+    pass_tokens: Option<usize>,
 }
 
 /// Options of [`Runtime::load_with`].
@@ -336,6 +337,19 @@ struct Devices {
     stream_bytes: u64,
     /// Host memory that inputs and outputs of devices take, on their way.
     transfer_bytes: u64,
+}
+
+/// Rows of an expert, on average, from which on more tokens at once gain little: its weights are read once for all of them, and by then take less time than
+/// products, on tiles of AMX too.
+const PASS_ROWS: usize = 128;
+/// Fewest and most tokens at once, if nobody says otherwise.
+const PASS_TOKENS: [usize; 2] = [1024, 4096];
+
+/// How many tokens go through layers at once, if nobody says otherwise.
+fn pass_tokens(layers: &[LayerSpec]) -> usize {
+    let [fewest, most] = PASS_TOKENS;
+    let of = |layer: &LayerSpec| layer.experts.saturating_mul(PASS_ROWS).div_ceil(layer.top_k.max(1));
+    layers.iter().map(of).max().unwrap_or(fewest).clamp(fewest, most)
 }
 
 /// Scratch of all threads for a pass; see [`Planned::scratch_bytes_per_token`].
@@ -467,6 +481,17 @@ impl Runtime {
         Ok(self.plan_beside(source, options, self.cache_of(source).as_ref())?.0)
     }
 
+    /// Most tokens computed at once.
+    fn pass_tokens(&self, source: &dyn WeightSource) -> usize {
+        self.pass_tokens.unwrap_or_else(|| pass_tokens(source.layers()))
+    }
+
+    /// Of those, as many as the caller may put into a batch.
+    fn most_tokens(&self, source: &dyn WeightSource, options: &LoadOptions) -> usize {
+        let tokens = self.pass_tokens(source);
+        options.batch_tokens.map_or(tokens, |most| most.min(tokens))
+    }
+
     /// The packed cache for this checkpoint.
     fn cache_of(&self, source: &dyn WeightSource) -> Option<PackedCache> {
         self.packed_cache.as_ref().map(|dir| PackedCache::new(dir, source))
@@ -479,7 +504,7 @@ impl Runtime {
         options: &LoadOptions,
         cache: Option<&PackedCache>,
     ) -> Result<(Plan, Planned)> {
-        let tokens = options.batch_tokens.unwrap_or(self.pass_tokens).min(self.pass_tokens);
+        let tokens = self.most_tokens(source, options);
         let limits = match self.memory_limit {
             Some(bytes) => vec![Available::limited(bytes)],
             None => memory_limits(),
@@ -860,6 +885,7 @@ impl Runtime {
     ) -> Result<Experts> {
         let _span = tracing::info_span!("load", path = %source.path().display(), threads = self.threads()).entered();
         let cache = self.cache_of(source).map(Arc::new);
+        let (pass_tokens, most_tokens) = (self.pass_tokens(source), self.most_tokens(source, &options));
         let (plan, Planned { devices, in_place_from, .. }) = self.plan_beside(source, &options, cache.as_deref())?;
         if plan.verdict() == Verdict::Refuse {
             return Err(Error::Memory(Box::new(plan)));
@@ -948,7 +974,7 @@ impl Runtime {
                 moving: Mutex::default(),
                 staying: Arc::default(),
                 banks,
-                pass_tokens: self.pass_tokens,
+                pass_tokens,
                 team: self.team.clone(),
                 previous: i.checked_sub(1).map(|before| source.layers()[before].index),
                 last: i + 1 == source.layers().len(),
@@ -973,7 +999,7 @@ impl Runtime {
             tracing::warn!("{residence}");
         }
         if wanted.stream == Stream::Measured {
-            experts.measure_streaming(options.batch_tokens.unwrap_or(self.pass_tokens).min(self.pass_tokens))?;
+            experts.measure_streaming(most_tokens)?;
         }
         Ok(experts)
     }

@@ -727,6 +727,12 @@ struct Chunk {
     h: Range<usize>,
 }
 
+/// Cuts the rows of an expert into chunks of up to [`ROWS`], as many in each: for a few that were left, weights would be unpacked once more.
+fn chunks_of(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let (first, n, chunks) = (rows.start, rows.len(), rows.len().div_ceil(ROWS));
+    (0..chunks).map(move |chunk| first + n * chunk / chunks..first + n * (chunk + 1) / chunks)
+}
+
 /// Packs rows `0..rows` of a matrix of `cols` columns, one task per row; `read(row, columns, out)` gets the values, and `place(row, block, blocks)`
 /// says which block of `bytes` they become, of so many of a row.
 fn pack_rows<K: Kernel>(
@@ -865,8 +871,7 @@ impl<K: Kernel> BankInner<K> {
 
         chunks.clear();
         for group in &work.experts {
-            for start in group.rows.clone().step_by(ROWS) {
-                let rows = start..group.rows.end.min(start + ROWS);
+            for rows in chunks_of(group.rows.clone()) {
                 chunks.push(Chunk { expert: group.local as usize, rows, h: 0..0 });
             }
         }
@@ -1358,5 +1363,17 @@ mod tests {
             }
         }
         assert_eq!([1, 2, 3, 8].map(|threads| whole(8, threads)), [8, 6, 3, 0]);
+    }
+
+    #[test]
+    fn chunks_are_as_few_as_can_be_and_as_large_as_each_other() {
+        for rows in 0..5 * ROWS {
+            let chunks: Vec<_> = chunks_of(7..7 + rows).collect();
+            assert_eq!(chunks.len(), rows.div_ceil(ROWS));
+            let ends = chunks.iter().map(|c| c.end);
+            assert!(std::iter::once(7).chain(ends).eq(chunks.iter().map(|c| c.start).chain([7 + rows])));
+            let lengths = || chunks.iter().map(Range::len);
+            assert!(lengths().max() <= lengths().min().map(|n| n + 1) && lengths().all(|n| n <= ROWS), "{chunks:?}");
+        }
     }
 }
