@@ -339,8 +339,7 @@ struct Devices {
     transfer_bytes: u64,
 }
 
-/// Rows of an expert, on average, from which on more tokens at once gain little: its weights are read once for all of them, and by then take less time than
-/// products, on tiles of AMX too.
+/// Rows of an expert, on average, from which on more tokens at once gain little, on tiles of AMX too: layers with twice as many were level (BENCHMARKS.md).
 const PASS_ROWS: usize = 128;
 /// Fewest and most tokens at once, if nobody says otherwise.
 const PASS_TOKENS: [usize; 2] = [1024, 4096];
