@@ -141,6 +141,22 @@ pub unsafe trait Isa: Copy {
         unreachable!("no tile unit")
     }
 
+    /// Adds the products of 32 columns to the sums of four to seven rows and of two panels: the eight lines of codes of each panel, and the codes of rows that are `row_bytes` apart from `x` on;
+    /// only with VNNI of 512 bits.
+    ///
+    /// # Safety
+    /// They are readable.
+    #[inline(always)]
+    unsafe fn dot_lines<const R: usize, const P: usize>(
+        self,
+        _sums: &mut [[Self::Int; P]; R],
+        _lines: [*const u8; 2],
+        _x: *const u8,
+        _row_bytes: usize,
+    ) {
+        unreachable!("no VNNI of 512 bits")
+    }
+
     /// Runs a tile of `r` rows of integers with words for scales; only with VNNI of 512 bits.
     #[inline(always)]
     fn multiply_words(self, _kind: Kind, _r: usize, _tile: Tile<'_>) {

@@ -11,6 +11,8 @@ mod ahead;
 #[cfg(target_arch = "x86_64")]
 mod blocks;
 #[cfg(target_arch = "x86_64")]
+mod dots;
+#[cfg(target_arch = "x86_64")]
 mod inputs;
 #[cfg(target_arch = "x86_64")]
 mod isa;

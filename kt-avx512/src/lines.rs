@@ -50,6 +50,8 @@ pub trait Codes: Lines {
     const SPAN: usize;
     /// Whether lines are codes in nibbles, as they are. Unpacking then goes on beside products, so that lines that many rows pass over stay packed.
     const NIBBLES: bool = false;
+    /// Whether products are in assembly ([`Isa::dot_lines`]).
+    const BY_HAND: bool = false;
     /// The same operands, each in a line of its own.
     type Unpacked: Codes;
 }
@@ -94,6 +96,20 @@ impl<const S: usize> Lines for Bytes<S> {
 
 impl<const S: usize> Codes for Bytes<S> {
     const SPAN: usize = S;
+    type Unpacked = Self;
+}
+
+/// The same as [`Bytes<0>`], with products in assembly.
+#[derive(Clone, Copy)]
+pub(crate) struct BytesByHand;
+
+impl Lines for BytesByHand {
+    direct!();
+}
+
+impl Codes for BytesByHand {
+    const SPAN: usize = 0;
+    const BY_HAND: bool = true;
     type Unpacked = Self;
 }
 

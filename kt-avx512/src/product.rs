@@ -17,8 +17,8 @@ use crate::blocks::{ASK, Blocks, Decode, Direct, Row};
 use crate::isa::{Isa, Job, Ports, most_stream_rows, stream_rows};
 use crate::layout::{BITS, CHUNK, LINE, Layout, MOST_PANELS, PANEL, SUPER, panels, spread};
 use crate::lines::{
-    Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
-    Nibbles, NoScale, Scale, Scales, Unpack, Widen, WidenFloats,
+    Bf16Lines, Bytes, BytesByHand, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats,
+    Fp8, Lines, Nibbles, NoScale, Scale, Scales, Unpack, Widen, WidenFloats,
 };
 use crate::tile::{FloatTile, IntTile, Tile, int_asks, one_stream, scaled, scaled_blocks};
 use crate::tiled::{self, MOST_ROWS, PIECE, STREAM_ROWS, SUMS_SIZE, TILE_ROWS, stream_size};
@@ -181,6 +181,11 @@ fn taller<I: Isa>(isa: I) -> bool {
     I::LARGE && I::VNNI && !I::TILES && isa.ports() == Ports::Shared
 }
 
+/// Whether products over lines that are unpacked, or operands, are in assembly where tiles are [taller]: those of sums that are scaled after a block or more.
+const fn in_assembly<K: Path<I>, I: Isa>() -> bool {
+    I::LARGE && I::VNNI && !I::TILES && K::ON_TILES
+}
+
 /// Whether BF16 lines are widened to meet F32 inputs beside products: by tiles of many rows, too, but where these are for a tile unit.
 const fn widens<I: Isa, L: Floats>() -> bool {
     L::BF16 && L::OPERANDS == 1 && I::INPUT_BYTES > 2
@@ -198,8 +203,9 @@ const fn looks_up_in_tile<I: Isa, L: Codes, S: Scale>() -> bool {
     I::LARGE && I::VNNI && nibbles && !L::NIBBLES && !words_of_type::<I, S>() && (I::VBMI || !S::POWERS)
 }
 
-/// From how many rows on nibbles are unpacked for [taller] tiles: what is unpacked comes from farther away, with no products beside it.
-const UNPACKED_NIBBLES: usize = 48;
+/// From how many rows on nibbles are unpacked for [taller] tiles: what is unpacked comes from farther away, with no products beside it. The second: where products then are
+/// [in assembly](in_assembly).
+const UNPACKED_NIBBLES: [usize; 2] = [48, 24];
 
 /// Whether tiles of many rows are those of `words.rs`, as scales are words.
 const fn words_of_type<I: Isa, S: Scale>() -> bool {
@@ -268,7 +274,8 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     }
 
     fn unpacked(isa: I, rows: usize) -> bool {
-        let enough = rows >= UNPACKED_NIBBLES && taller::<I>(isa);
+        let least = UNPACKED_NIBBLES[usize::from(in_assembly::<Self, I>())];
+        let enough = rows >= least && taller::<I>(isa);
         let beside_products =
             if L::NIBBLES { I::LARGE && !enough } else { looks_up_in_tile::<I, L, S>() && !taller(isa) };
         L::OPERANDS > 1 && !beside_products
@@ -307,6 +314,9 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
             unreachable!("any number of these rows streams");
         } else if const { words_of_type::<I, S>() } {
             isa.multiply_words(Kind { nibbles: !unpacked, group: XG, words: words::Words::OfType }, r, tile);
+        } else if const { in_assembly::<Self, I>() } && unpacked && taller::<I>(isa) {
+            let kind = PhantomData;
+            rows!(r, [4, 5, 6, 7], isa.run(IntTile::<BytesByHand, S, XG, WG, false, R, 2> { tile, kind }))
         } else if const { I::LARGE && I::VNNI } && unpacked {
             // All codes are alike to VNNI.
             let kind = PhantomData;

@@ -526,7 +526,17 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             } else {
                 // From three rows on (over one panel four) a loop: else compilers load the inputs of all steps at once, and keep them in memory.
                 let steps = if STREAM && I::LARGE && R > 2 && R * P > 3 { opaque(steps) } else { steps };
-                for step in 0..steps {
+                if L::BY_HAND {
+                    assert!(!STREAM && L::OPERANDS == 1 && XG == BLOCK && P == 2 && ASK_STEPS == 8);
+                    for first in (0..steps).step_by(ASK_STEPS) {
+                        t.later.ask();
+                        let at_step = |p| Steps::<L, XG>::at(Self::of_panel(t, *line, p), first)[0];
+                        let x = at.x.wrapping_add(k + first * 4);
+                        // SAFETY: lines of these columns of both panels, and codes of all rows, by the caller's promise.
+                        unsafe { isa.dot_lines(&mut acc, [at_step(0), at_step(1)], x, at.input_bytes) };
+                    }
+                }
+                for step in 0..if L::BY_HAND { 0 } else { steps } {
                     if !STREAM && I::LARGE && XG == BLOCK && step * L::OPERANDS % ASK_STEPS == 0 {
                         t.later.ask();
                     }

@@ -493,6 +493,18 @@ macro_rules! bytes_by_vnni {
             unsafe { crate::words::run(kind, r, tile) }
         }
 
+        #[inline(always)]
+        unsafe fn dot_lines<const R: usize, const P: usize>(
+            self,
+            sums: &mut [[__m512i; P]; R],
+            lines: [*const u8; 2],
+            x: *const u8,
+            row_bytes: usize,
+        ) {
+            // SAFETY: `self` proves AVX-512 F and VNNI; what is read is so by the caller's promise.
+            unsafe { crate::dots::lines(sums, lines, x, row_bytes) }
+        }
+
         ops! {
             fn wide(self, w: __m512i) -> __m512i { w }
             fn dot_wide(self, acc: __m512i, w: __m512i, x: __m512i) -> __m512i { _mm512_dpbusd_epi32(acc, w, x) }
