@@ -5,7 +5,7 @@
 
 use std::arch::x86_64::__m512i;
 
-/// The products of a line of each panel with a row: its number, its two sums, the register that its codes are broadcast to, and where they are.
+/// The products of a line of each panel with a row: its two sums, the register that its codes are broadcast to, and where they are.
 #[rustfmt::skip]
 macro_rules! row {
     ($a:literal, $b:literal, $x:literal, $at:literal) => {
@@ -16,7 +16,7 @@ macro_rules! row {
     };
 }
 
-/// The rows up to one, of which there are so many. Of three addresses, each is one and the distance of rows twice or four times.
+/// So many rows. Each is at one of three addresses, or the distance of rows, or two or four times that, behind one.
 #[rustfmt::skip]
 macro_rules! rows {
     (4) => { concat!(
