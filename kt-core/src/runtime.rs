@@ -339,7 +339,8 @@ struct Devices {
     transfer_bytes: u64,
 }
 
-/// Rows of an expert, on average, from which on more tokens at once gain little, on tiles of AMX too: layers with twice as many were level (BENCHMARKS.md).
+/// Rows of an expert, on average, from which on more tokens at once gain little, on tiles of AMX too: with twice as many, layers took up to a tenth less or more time, by format and
+/// batch (`kt-amx/PERFORMANCE.md`).
 const PASS_ROWS: usize = 128;
 /// Fewest and most tokens at once, if nobody says otherwise.
 const PASS_TOKENS: [usize; 2] = [1024, 4096];
