@@ -339,8 +339,8 @@ struct Devices {
     transfer_bytes: u64,
 }
 
-/// Rows of an expert, on average, from which on more tokens at once gain little, on tiles of AMX too: with twice as many, layers took up to a tenth less or more time, by format and
-/// batch (`kt-amx/PERFORMANCE.md`).
+/// Rows of an expert, on average, from which on more tokens at once gain little, on tiles of AMX too: with up to twice as many, layers took from a fifth
+/// less time to 7 % more, by format and batch (`kt-amx/PERFORMANCE.md`).
 const PASS_ROWS: usize = 128;
 /// Fewest and most tokens at once, if nobody says otherwise.
 const PASS_TOKENS: [usize; 2] = [1024, 4096];
