@@ -182,16 +182,16 @@ fn passes_without_end_are_planned_as_what_they_take() {
 }
 
 #[test]
-fn passes_have_128_rows_of_an_expert_unless_told_otherwise() {
+fn passes_have_192_rows_of_an_expert_unless_told_otherwise() {
     // Experts, and of how many a token is; then tokens.
     for (experts, top_k, tokens) in [
-        (128, 8, 2048),
-        (60, 4, 1920),
-        (60, 7, 1098),
+        (128, 8, 3072),
+        (60, 4, 2880),
+        (60, 7, 1646),
         (8, 2, 1024),
-        (128, 4, 4096),
-        (256, 8, 4096),
-        (512, 10, 4096),
+        (128, 4, 6144),
+        (256, 8, 6144),
+        (512, 10, 6144),
         (1, 1, 1024),
     ] {
         let source =
@@ -269,7 +269,7 @@ fn a_plan_that_does_not_fit_says_what_would() {
         _ => None,
     });
     let (tokens, with) = passes.unwrap_or_else(|| panic!("{plan}"));
-    assert!((1..1024).contains(&tokens) && with <= need - (1 << 20) && with > need - (2 << 20), "{plan}");
+    assert!((1..1536).contains(&tokens) && with <= need - (1 << 20) && with > need - (2 << 20), "{plan}");
     let threads = plan.remedies.iter().find_map(|r| match r.change {
         Change::Threads(n) => Some(n),
         _ => None,

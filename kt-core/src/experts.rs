@@ -620,11 +620,10 @@ impl LayerExperts {
         let mut output = self.zeros(tokens * hidden, output);
         let deferred = scheduler::defer(ids, weights, top_k, defer);
         // A device takes a streamed layer in one pass: the weights of a second one would come again.
-        let pass = if stream { tokens.max(1) } else { self.pass_tokens };
+        let most = if stream { tokens.max(1) } else { self.pass_tokens };
         let mut left = Vec::new();
         let mut part = Vec::new();
-        for first in (0..tokens).step_by(pass) {
-            let range = first..tokens.min(first + pass);
+        for range in passes(tokens, most) {
             let slots = range.start * top_k..range.end * top_k;
             let (ids, weights) = (&ids[slots.clone()], &weights[slots.clone()]);
             // What may wait is begun last, and is under way while the caller goes on.
@@ -643,7 +642,7 @@ impl LayerExperts {
                 part.clear();
                 part.resize(range.len() * hidden, 0.0);
                 part = self.pass(&placed, input, range.clone(), &now, weights, part, stream, counted)?;
-                output[first * hidden..][..part.len()].copy_from_slice(&part);
+                output[range.start * hidden..][..part.len()].copy_from_slice(&part);
             }
             if let Some(later) = later {
                 left.extend(self.start(&placed, input, range, &later, weights, stream, counted));
@@ -779,6 +778,13 @@ impl LayerExperts {
         })
     }
 }
+
+/// Passes of so many tokens at most: as few as can be, as large as each other, since a small one would read the weights for little.
+fn passes(tokens: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+    let passes = tokens.div_ceil(most);
+    (0..passes).map(move |i| i * tokens / passes..(i + 1) * tokens / passes)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -803,6 +809,20 @@ mod tests {
 
         fn packed_bytes(&self) -> u64 {
             0
+        }
+    }
+
+    #[test]
+    fn passes_are_few_and_as_large_as_each_other() {
+        let sizes = |tokens, most| passes(tokens, most).map(|range| range.len()).collect::<Vec<_>>();
+        assert!(sizes(0, 4).is_empty());
+        assert_eq!(sizes(4, 4), [4]);
+        assert_eq!(sizes(5, 4), [2, 3]);
+        assert_eq!(sizes(10, 4), [3, 3, 4]);
+        assert_eq!(sizes(4, 1), [1; 4]);
+        for (tokens, most) in [(1, 1), (10, 4), (3073, 3072), (8192, 3072)] {
+            let all: Vec<usize> = passes(tokens, most).flatten().collect();
+            assert!(all.into_iter().eq(0..tokens), "{tokens} by {most}");
         }
     }
 

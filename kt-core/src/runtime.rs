@@ -161,9 +161,9 @@ impl RuntimeBuilder {
         self
     }
 
-    /// Most tokens computed at once: a larger batch goes through a layer in passes. More tokens mean more scratch and fewer readings of the
-    /// weights. Default: as many as give an expert 128 rows on average, which is 2048 tokens where each has 8 of 128 experts, but no fewer than 1024
-    /// and no more than 4096.
+    /// Most tokens computed at once: a larger batch goes through a layer in passes, as large as each other. More tokens mean more scratch and fewer
+    /// readings of the weights. Default: as many as give an expert 192 rows on average, which is 3072 tokens where each has 8 of 128 experts, but no
+    /// fewer than 1024 and no more than 6144.
     pub fn pass_tokens(mut self, tokens: usize) -> Self {
         self.pass_tokens = Some(tokens);
         self
@@ -339,11 +339,10 @@ struct Devices {
     transfer_bytes: u64,
 }
 
-/// Rows of an expert, on average, from which on more tokens at once gain little, on tiles of AMX too: with up to twice as many, layers took from a fifth
-/// less time to 7 % more, by format and batch (`kt-amx/PERFORMANCE.md`).
-const PASS_ROWS: usize = 128;
+/// Most rows of an expert, on average, in a pass. Passes of a batch have half of that and more, from where on more rows at once gain little (`BENCHMARKS.md`).
+const PASS_ROWS: usize = 192;
 /// Fewest and most tokens at once, if nobody says otherwise.
-const PASS_TOKENS: [usize; 2] = [1024, 4096];
+const PASS_TOKENS: [usize; 2] = [1024, 6144];
 
 /// How many tokens go through layers at once, if nobody says otherwise.
 fn pass_tokens(layers: &[LayerSpec]) -> usize {
