@@ -6,8 +6,9 @@
 //! holds one narrow row per token, and a step costs the same whatever the number of heads that share it. The price is
 //! F32 copies of `Wk` and `Wv`, and wider dot products at prefill.
 
-use candle_core::{D, Device, Tensor};
+use candle_core::{CpuStorage, D, InplaceOp1, Layout, Tensor};
 use kt::Linear;
+use rayon::prelude::*;
 
 use super::config::{Attention as Kind, ModelConfig};
 use super::model::{LayerCache, multiply, norm};
@@ -15,8 +16,22 @@ use super::names;
 use super::rope::Angles;
 use super::weights::LayerWeights;
 
-/// Most scores held at once (16 MiB): longer inputs go through in slices of queries.
-pub(super) const SCORES: usize = 4 << 20;
+/// Scores that all threads hold at once (16 MiB), where a query has not more: longer inputs go through in slices of queries.
+const SCORES: usize = 4 << 20;
+/// Fewest scores whose softmax is worth another thread.
+const SCORES_OF_TASK: usize = 16 << 10;
+
+/// As many scores as one thread may hold.
+fn scores_of_thread() -> usize {
+    SCORES / rayon::current_num_threads()
+}
+
+/// Bytes of the scores that threads hold, for passes of so many tokens. A thread that waits for others in a product may begin a second slice.
+pub(super) fn scores_bytes(heads_per_group: usize, positions: usize, tokens: usize) -> u64 {
+    let of_query = heads_per_group.saturating_mul(positions);
+    let of_slice = of_query.saturating_mul(tokens).min(scores_of_thread()).max(of_query);
+    (of_slice as u64).saturating_mul(2 * (rayon::current_num_threads() * size_of::<f32>()) as u64)
+}
 
 /// The attention of one layer.
 pub(super) struct Attention {
@@ -157,48 +172,140 @@ impl Attention {
 }
 
 /// Causal attention of `q: [groups, heads per group, tokens, key]` (scaled) over `keys: [groups, past + tokens, key]` and
-/// `values: [groups, past + tokens, value]`; gives `[groups, heads per group, tokens, value]`.
+/// `values: [groups, past + tokens, value]`; gives `[groups, heads per group, tokens, value]`. Threads take groups and slices of queries.
 fn attend(q: &Tensor, keys: &Tensor, values: &Tensor, past: usize) -> candle_core::Result<Tensor> {
+    let (_, heads, tokens, _) = q.dims4()?;
+    let slice = (scores_of_thread() / (heads * (past + tokens))).clamp(1, tokens);
+    attend_by(slice, q, keys, values, past)
+}
+
+/// [`attend`] by slices of so many queries.
+fn attend_by(slice: usize, q: &Tensor, keys: &Tensor, values: &Tensor, past: usize) -> candle_core::Result<Tensor> {
     let (groups, heads, tokens, width) = q.dims4()?;
-    let slice = (SCORES / (groups * heads * (past + tokens))).max(1);
-    let mut parts = Vec::with_capacity(tokens.div_ceil(slice));
-    for first in (0..tokens).step_by(slice) {
+    let slices = tokens.div_ceil(slice);
+    let part = |i: usize| {
+        let (group, first) = (i / slices, i % slices * slice);
         let count = slice.min(tokens - first);
         // No query of the slice sees a later key.
         let seen = past + first + count;
-        let (keys, values) = (keys.narrow(1, 0, seen)?, values.narrow(1, 0, seen)?);
-        let q = q.narrow(2, first, count)?.contiguous()?.reshape((groups, heads * count, width))?;
-        let mut scores = q.matmul(&keys.transpose(1, 2)?)?;
-        if count > 1 {
-            let mask = mask(past + first, count)?;
-            scores = scores.reshape((groups, heads, count, seen))?.broadcast_add(&mask)?.reshape((
-                groups,
-                heads * count,
-                seen,
-            ))?;
-        }
-        let mixed = candle_nn::ops::softmax_last_dim(&scores)?.matmul(&values)?;
-        parts.push(mixed.reshape((groups, heads, count, mixed.dim(D::Minus1)?))?);
-    }
-    if parts.len() == 1 { Ok(parts.remove(0)) } else { Tensor::cat(&parts, 2) }
+        let of_group = |x: &Tensor| x.narrow(0, group, 1)?.narrow(1, 0, seen)?.squeeze(0);
+        let q = q.narrow(0, group, 1)?.narrow(2, first, count)?.contiguous()?.reshape((heads * count, width))?;
+        let scores = q.matmul(&of_group(keys)?.t()?)?;
+        scores.inplace_op1(&CausalSoftmax { queries: count, past: past + first })?;
+        let mixed = scores.matmul(&of_group(values)?)?;
+        let value = mixed.dim(D::Minus1)?;
+        mixed.reshape((1, heads, count, value))
+    };
+    let parts = (0..groups * slices).into_par_iter().map(part).collect::<candle_core::Result<Vec<_>>>()?;
+    let of_groups = parts.chunks(slices).map(|parts| Tensor::cat(parts, 2)).collect::<candle_core::Result<Vec<_>>>()?;
+    Tensor::cat(&of_groups, 0)
 }
 
-/// `[count, past + count]`: 0 where the query of a row may see the key of a column, minus infinity elsewhere.
-fn mask(past: usize, count: usize) -> candle_core::Result<Tensor> {
-    let seen = past + count;
-    let mut mask = vec![0f32; count * seen];
-    for (i, row) in mask.chunks_exact_mut(seen).enumerate() {
-        row[past + i + 1..].fill(f32::NEG_INFINITY);
+/// The softmax of scores `[heads * queries, keys]`, of what the queries see: query `i` of each head sees `past + i + 1` keys. Others get 0.
+struct CausalSoftmax {
+    queries: usize,
+    past: usize,
+}
+
+impl InplaceOp1 for CausalSoftmax {
+    fn name(&self) -> &'static str {
+        "causal softmax"
     }
-    Tensor::from_vec(mask, (count, seen), &Device::Cpu)
+
+    fn cpu_fwd(&self, scores: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+        let (CpuStorage::F32(scores), Some((start, end))) = (scores, layout.contiguous_offsets()) else {
+            candle_core::bail!("scores are not contiguous f32 numbers");
+        };
+        let (_, keys) = layout.shape().dims2()?;
+        // Threads take rows, too: one slice may be all there is.
+        let rows = scores[start..end].par_chunks_exact_mut(keys).with_min_len(SCORES_OF_TASK.div_ceil(keys));
+        rows.enumerate().for_each(|(i, row)| {
+            let (seen, later) = row.split_at_mut(self.past + i % self.queries + 1);
+            let most = fold(seen, f32::NEG_INFINITY, |most, s| if s > most { s } else { most });
+            seen.iter_mut().for_each(|s| *s = exp(*s - most));
+            let scale = 1.0 / fold(seen, 0.0, |sum, s| sum + s);
+            seen.iter_mut().for_each(|s| *s *= scale);
+            later.fill(0.0);
+        });
+        Ok(())
+    }
+}
+
+/// A fold that vectorizes: of each 16th number, then of those.
+fn fold(numbers: &[f32], start: f32, f: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut lanes = [start; 16];
+    let (chunks, rest) = numbers.as_chunks::<16>();
+    for chunk in chunks {
+        lanes.iter_mut().zip(chunk).for_each(|(lane, &x)| *lane = f(*lane, x));
+    }
+    rest.iter().chain(&lanes).fold(start, |folded, &x| f(folded, x))
+}
+
+/// `exp(x)` of `x` up to 0 to about 2e-7 relative, in operations that vectorize on any CPU; below -87 it stays what it is there, 2e-38. NaN stays NaN.
+fn exp(x: f32) -> f32 {
+    let x = if x < -87.0 { -87.0 } else { x };
+    // Adding 1.5 * 2^23 rounds to an integer, and leaves it in the low bits.
+    const ROUND: f32 = (3 << 22) as f32;
+    let shifted = x * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    // Cody-Waite: ln 2 in two parts, so that n * ln 2 is exact enough.
+    let r = (x - n * 0.693_359_4) - n * -2.121_944_4e-4;
+    // Taylor coefficients; |r| <= ln 2 / 2 leaves an error below 1e-8.
+    let mut p = 1.0 / 5040.0;
+    for coefficient in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+        p = p * r + coefficient;
+    }
+    p * f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23))
 }
 
 #[cfg(test)]
 mod tests {
+    use candle_core::Device;
+
     use super::*;
 
     #[test]
-    fn attend_is_causal_softmax_and_slices_agree() {
+    fn exp_is_accurate_over_its_range() {
+        for i in 0..=870_000 {
+            let x = i as f32 / -10_000.0;
+            let want = (x as f64).exp();
+            assert!(((exp(x) as f64) - want).abs() < 3e-7 * want, "{x}: {}", exp(x));
+        }
+        assert!(exp(f32::NEG_INFINITY) < 1e-37 && exp(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn a_softmax_is_of_what_queries_see() {
+        // Two heads of three queries, whose first one sees five keys.
+        let (queries, past, keys) = (3, 4, 40);
+        let numbers: Vec<f32> = (0..2 * queries * keys).map(|i| ((i * 37) % 101) as f32 / 9.0 - 5.0).collect();
+        let of = |numbers: &[f32]| {
+            let scores = Tensor::from_slice(numbers, (2 * queries, keys), &Device::Cpu).unwrap();
+            scores.inplace_op1(&CausalSoftmax { queries, past }).unwrap();
+            scores.to_vec2::<f32>().unwrap()
+        };
+        let got = of(&numbers);
+        for (i, (got, scores)) in got.iter().zip(numbers.chunks(keys)).enumerate() {
+            let seen = past + i % queries + 1;
+            let sum: f64 = scores[..seen].iter().map(|&s| (s as f64).exp()).sum();
+            for (&got, &score) in got.iter().zip(&scores[..seen]) {
+                assert!((got as f64 - (score as f64).exp() / sum).abs() < 1e-6, "{i}");
+            }
+            assert!(got[seen..].iter().all(|&p| p == 0.0), "{i}");
+        }
+        // A NaN, or an infinity, stays in its row, and in none that does not see it.
+        for bad in [f32::NAN, f32::INFINITY] {
+            let mut numbers = numbers.clone();
+            numbers[keys + 5] = bad; // seen by query 1
+            numbers[5] = bad; // not seen by query 0
+            let other = of(&numbers);
+            assert!(other[1][..6].iter().all(|p| p.is_nan()), "{bad}");
+            assert!([0, 2, 3, 4, 5].iter().all(|&i| other[i] == got[i]), "{bad}");
+        }
+    }
+
+    #[test]
+    fn attend_is_causal_softmax_in_slices_of_any_size() {
         let (groups, heads, tokens, past, width) = (2, 3, 5, 2, 4);
         let numbers =
             |n: usize, seed: usize| (0..n).map(|i| ((i * 37 + seed * 11) % 19) as f32 / 9.0 - 1.0).collect::<Vec<_>>();
@@ -207,21 +314,24 @@ mod tests {
         let (k, v) = (numbers(groups * all * width, 2), numbers(groups * all * width, 3));
         let tensor = |v: &[f32], shape: &[usize]| Tensor::from_vec(v.to_vec(), shape, &Device::Cpu).unwrap();
         let (keys, values) = (tensor(&k, &[groups, all, width]), tensor(&v, &[groups, all, width]));
-        let whole = attend(&tensor(&q, &[groups, heads, tokens, width]), &keys, &values, past).unwrap();
-        let got = whole.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        for g in 0..groups {
-            for h in 0..heads {
-                for t in 0..tokens {
-                    let q = &q[((g * heads + h) * tokens + t) * width..][..width];
-                    let row = |m: &[f32], j: usize| m[(g * all + j) * width..][..width].to_vec();
-                    let p: Vec<f64> = (0..past + t + 1)
-                        .map(|j| q.iter().zip(row(&k, j)).map(|(a, b)| (a * b) as f64).sum::<f64>().exp())
-                        .collect();
-                    for c in 0..width {
-                        let want: f64 = p.iter().enumerate().map(|(j, p)| p * row(&v, j)[c] as f64).sum::<f64>()
-                            / p.iter().sum::<f64>();
-                        let got = got[((g * heads + h) * tokens + t) * width + c] as f64;
-                        assert!((want - got).abs() < 1e-5, "{g} {h} {t} {c}: {want} {got}");
+        let q_tensor = tensor(&q, &[groups, heads, tokens, width]);
+        for slice in 1..=tokens {
+            let mixed = attend_by(slice, &q_tensor, &keys, &values, past).unwrap();
+            let got = mixed.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            for g in 0..groups {
+                for h in 0..heads {
+                    for t in 0..tokens {
+                        let q = &q[((g * heads + h) * tokens + t) * width..][..width];
+                        let row = |m: &[f32], j: usize| m[(g * all + j) * width..][..width].to_vec();
+                        let p: Vec<f64> = (0..past + t + 1)
+                            .map(|j| q.iter().zip(row(&k, j)).map(|(a, b)| (a * b) as f64).sum::<f64>().exp())
+                            .collect();
+                        for c in 0..width {
+                            let want: f64 = p.iter().enumerate().map(|(j, p)| p * row(&v, j)[c] as f64).sum::<f64>()
+                                / p.iter().sum::<f64>();
+                            let got = got[((g * heads + h) * tokens + t) * width + c] as f64;
+                            assert!((want - got).abs() < 1e-5, "{g} {h} {t} {c}: {want} {got}");
+                        }
                     }
                 }
             }

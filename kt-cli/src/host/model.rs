@@ -11,7 +11,7 @@ use kt::placement::PlacementOptions;
 use kt::plan::{Change, Extra, Kind as MemoryKind, Verdict};
 use kt::{Batch, Experts, LayerExperts, Linear, LoadOptions, Matrix, Plan, Progress, Routing, Runtime, WeightSource};
 
-use super::attention::{Attention, SCORES};
+use super::attention::{Attention, scores_bytes};
 use super::config::{Attention as Kind, ModelConfig};
 use super::names;
 use super::rope::Rotary;
@@ -409,20 +409,19 @@ fn load_options(extra: Vec<Extra>, positions: usize, placement: &PlacementOption
 /// Memory of the host besides experts, by what it is for; `weights` are those of `dense`.
 fn host_memory(dense: &Dense<'_>, weights: DenseBytes, positions: usize, rows: Rows) -> Result<Vec<Extra>> {
     let config = dense.config;
-    let tokens = positions.min(PASS_TOKENS) as u64;
+    let tokens = positions.min(PASS_TOKENS);
     // Upper bound of what is alive at once in a pass: the residual stream, a norm and a sum of it, and twice the widest of what
-    // attention or a feed-forward part makes of it; scores, masked and as probabilities; packed inputs of a product.
-    let widest = match config.attention {
-        Kind::Grouped { kv_heads, head_dim } => (config.heads * 3 + kv_heads * 3) * head_dim,
+    // attention or a feed-forward part makes of it; scores; packed inputs of a product.
+    let (widest, groups) = match config.attention {
+        Kind::Grouped { kv_heads, head_dim } => ((config.heads * 3 + kv_heads * 3) * head_dim, kv_heads),
         Kind::Latent { kv_lora, nope, rope, value, .. } => {
-            config.heads * (3 * (kv_lora + rope) + 2 * (nope + rope + value))
+            (config.heads * (3 * (kv_lora + rope) + 2 * (nope + rope + value)), 1)
         }
     };
     let widest = widest.max(3 * config.dense_intermediate).max(3 * config.shared_intermediate);
-    let row = (config.heads as u64).saturating_mul(positions as u64);
-    let scores = row.saturating_mul(tokens).min(SCORES as u64).max(row);
     let per_token = (4 * config.hidden + widest) as u64 * 4 + weights.input_row;
-    let activations = (tokens * per_token).saturating_add(scores.saturating_mul(12));
+    let scores = scores_bytes(config.heads / groups, positions, tokens);
+    let activations = (tokens as u64 * per_token).saturating_add(scores);
     let rows = if rows == Rows::All { positions as u64 } else { 1 };
     let logits = rows.saturating_mul(dense.embedding()?.rows() as u64 * 4);
     let cache = config.cache_bytes(positions);
