@@ -25,7 +25,20 @@ enum Command {
     Plugins(kt_cli::plugins::PluginsArgs),
 }
 
+/// Candle reads `/proc/cpuinfo` with every product, which takes the longer the more CPUs there are, unless this variable says into how many parts a product
+/// is cut at most.
+#[allow(unsafe_code)] // environment
+fn tell_candle_of_threads() {
+    const THREADS: &str = "RAYON_NUM_THREADS";
+    if std::env::var_os(THREADS).is_none() {
+        let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+        // SAFETY: `main` calls this first, when no other thread has been started that could read the environment.
+        unsafe { std::env::set_var(THREADS, threads.to_string()) };
+    }
+}
+
 fn main() -> std::process::ExitCode {
+    tell_candle_of_threads();
     let result = match Cli::parse().command {
         Command::Run(args) => kt_cli::run::run(args),
         Command::Eval(args) => kt_cli::eval::run(args),
