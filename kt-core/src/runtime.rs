@@ -339,7 +339,8 @@ struct Devices {
     transfer_bytes: u64,
 }
 
-/// Most rows of an expert, on average, in a pass. Passes of a batch have half of that and more, from where on more rows at once gain little (`BENCHMARKS.md`).
+/// Most rows of an expert, on average, in a pass. Where a batch has several passes, each has half of that and more, from where on more rows at once gain little
+/// (`BENCHMARKS.md`).
 const PASS_ROWS: usize = 192;
 /// Fewest and most tokens at once, if nobody says otherwise.
 const PASS_TOKENS: [usize; 2] = [1024, 6144];
