@@ -64,7 +64,7 @@ typedef struct kt_options {
     const char *backend;    /* only this one; default: the best for each layer */
     const char *max_tier;   /* no instruction set above: portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16, amx */
     uint64_t memory_limit;  /* bytes that loading may take; default: what the system says is available */
-    size_t pass_tokens;     /* most tokens computed at once; default: 128 rows of an expert on average, 1024 to 4096 tokens */
+    size_t pass_tokens;     /* most tokens computed at once; default: 192 rows of an expert on average, 1024 to 6144 tokens */
     const char *plugin;     /* load the backend of this shared library too */
     const char *plugin_dir; /* and those of all plugins of this directory */
     int32_t in_place;       /* not 0: weights from the checkpoint's map wherever a backend can, for less memory */

@@ -96,3 +96,17 @@ fn the_library_exports_what_the_header_declares() {
         assert!(header.contains(&format!(" {name}(")), "kt.h does not declare {name}");
     }
 }
+
+#[test]
+fn the_library_has_the_backends_that_the_facade_has_by_default() {
+    // Of one package alone; a test of the whole workspace is built with what any of them wants.
+    let defaults = |manifest: &str| -> Vec<String> {
+        let text = std::fs::read_to_string(root().join(manifest)).unwrap();
+        let list = text.split("default = [").nth(1).and_then(|rest| rest.split(']').next()).unwrap();
+        list.split(',').map(|name| name.trim().trim_matches('"').to_owned()).collect()
+    };
+    let here = defaults("kt-c/Cargo.toml");
+    for backend in defaults("Cargo.toml") {
+        assert!(here.contains(&backend), "kt-c has no `{backend}` by default");
+    }
+}

@@ -1,7 +1,7 @@
 //! Experts of GGUF files: every block type, from AVX2 to AVX-512 with VNNI.
 //!
 //! Blocks are repacked at load: the same bits, ordered so that a panel of 16 outputs is read as streams of lines (`layout.rs`). It costs
-//! 0 to 4 % more memory than the file has bytes (TQ1_0: 22 %), and the plan counts it. Those of IQ1, IQ2 and IQ3 take 25 to 112 % more, as codes in place of
+//! 0 to 4 % more memory than the file has bytes (TQ1_0: 22 %), and the plan counts it. Those of IQ1, IQ2 and IQ3 take 25 to 104 % more, as codes in place of
 //! points; where that finds no room they stay in the file, and are decoded into the cache for each product (`blocks.rs`), which is 2.6 to 5.6 times as slow for few rows.
 //! What a line holds is said in `lines.rs`; the products themselves are those of kt-avx512. `PERFORMANCE.md` says what limits them.
 //! Lines are unpacked in registers for few rows, and once per panel into the cache for many, with the same sums. So
