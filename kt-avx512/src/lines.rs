@@ -86,30 +86,17 @@ macro_rules! direct {
     };
 }
 
-/// Codes of one byte, which are small enough for sums over `SPAN` columns, or not (0).
+/// Codes of one byte, which are small enough for sums over `SPAN` columns, or not (0). `BY_HAND`: their products are in assembly.
 #[derive(Clone, Copy)]
-pub struct Bytes<const SPAN: usize>;
+pub struct Bytes<const SPAN: usize, const BY_HAND: bool = false>;
 
-impl<const S: usize> Lines for Bytes<S> {
+impl<const S: usize, const H: bool> Lines for Bytes<S, H> {
     direct!();
 }
 
-impl<const S: usize> Codes for Bytes<S> {
+impl<const S: usize, const H: bool> Codes for Bytes<S, H> {
     const SPAN: usize = S;
-    type Unpacked = Self;
-}
-
-/// The same as [`Bytes<0>`], with products in assembly.
-#[derive(Clone, Copy)]
-pub(crate) struct BytesByHand;
-
-impl Lines for BytesByHand {
-    direct!();
-}
-
-impl Codes for BytesByHand {
-    const SPAN: usize = 0;
-    const BY_HAND: bool = true;
+    const BY_HAND: bool = H;
     type Unpacked = Self;
 }
 

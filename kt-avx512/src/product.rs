@@ -17,8 +17,8 @@ use crate::blocks::{ASK, Blocks, Decode, Direct, Row};
 use crate::isa::{Isa, Job, Ports, most_stream_rows, stream_rows};
 use crate::layout::{BITS, CHUNK, LINE, Layout, MOST_PANELS, PANEL, SUPER, panels, spread};
 use crate::lines::{
-    Bf16Lines, Bytes, BytesByHand, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats,
-    Fp8, Lines, Nibbles, NoScale, Scale, Scales, Unpack, Widen, WidenFloats,
+    Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
+    Nibbles, NoScale, Scale, Scales, Unpack, Widen, WidenFloats,
 };
 use crate::tile::{FloatTile, IntTile, Tile, int_asks, one_stream, scaled, scaled_blocks};
 use crate::tiled::{self, MOST_ROWS, PIECE, STREAM_ROWS, SUMS_SIZE, TILE_ROWS, stream_size};
@@ -316,7 +316,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
             isa.multiply_words(Kind { nibbles: !unpacked, group: XG, words: words::Words::OfType }, r, tile);
         } else if const { in_assembly::<Self, I>() } && unpacked && taller::<I>(isa) {
             let kind = PhantomData;
-            rows!(r, [4, 5, 6, 7], isa.run(IntTile::<BytesByHand, S, XG, WG, false, R, 2> { tile, kind }))
+            rows!(r, [4, 5, 6, 7], isa.run(IntTile::<Bytes<0, true>, S, XG, WG, false, R, 2> { tile, kind }))
         } else if const { I::LARGE && I::VNNI } && unpacked {
             // All codes are alike to VNNI.
             let kind = PhantomData;

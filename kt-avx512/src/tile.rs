@@ -446,6 +446,11 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         L::SPAN > 4 && !I::VNNI && XG == BLOCK
     }
 
+    /// Whether the products of all `XG` columns of a call of [`Self::add_products`] go to the same sums, and not those of each [`Codes::SPAN`] of them.
+    const fn in_one_span<I: Isa>() -> bool {
+        XG == BLOCK && !Self::by_spans::<I>() || Self::in_words::<I>() || L::SPAN <= 4 || L::SPAN > XG || L::SHARED
+    }
+
     /// Whether zero points are added to nibbles: for all rows, where a subtraction is for each. From three rows on it is less, with registers of 512
     /// bits: with others each line takes two additions.
     const fn shifts<I: Isa>() -> bool {
@@ -478,10 +483,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     ) {
         let apart = Self::apart::<I>();
         let by_spans = const { Self::by_spans::<I>() };
-        let whole = const {
-            XG == BLOCK && !Self::by_spans::<I>() || Self::in_words::<I>() || L::SPAN <= 4 || L::SPAN > XG || L::SHARED
-        };
-        let span = if whole { XG } else { L::SPAN };
+        let span = if const { Self::in_one_span::<I>() } { XG } else { L::SPAN };
         let steps = span / 4 / L::OPERANDS;
         for s in 0..XG / span {
             let mut acc = if by_spans { [[isa.splat(0); P]; R] } else { *sums };
@@ -523,20 +525,19 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     add!(2, false);
                     add!(3, false);
                 }
+            } else if L::BY_HAND {
+                assert!(!STREAM && L::OPERANDS == 1 && XG == BLOCK && P == 2 && ASK_STEPS == 8);
+                for first in (0..steps).step_by(ASK_STEPS) {
+                    t.later.ask();
+                    let at_step = |p| Steps::<L, XG>::at(Self::of_panel(t, *line, p), first)[0];
+                    let x = at.x.wrapping_add(k + first * 4);
+                    // SAFETY: lines of these columns of both panels, and codes of all rows, by the caller's promise.
+                    unsafe { isa.dot_lines(&mut acc, [at_step(0), at_step(1)], x, at.input_bytes) };
+                }
             } else {
                 // From three rows on (over one panel four) a loop: else compilers load the inputs of all steps at once, and keep them in memory.
                 let steps = if STREAM && I::LARGE && R > 2 && R * P > 3 { opaque(steps) } else { steps };
-                if L::BY_HAND {
-                    assert!(!STREAM && L::OPERANDS == 1 && XG == BLOCK && P == 2 && ASK_STEPS == 8);
-                    for first in (0..steps).step_by(ASK_STEPS) {
-                        t.later.ask();
-                        let at_step = |p| Steps::<L, XG>::at(Self::of_panel(t, *line, p), first)[0];
-                        let x = at.x.wrapping_add(k + first * 4);
-                        // SAFETY: lines of these columns of both panels, and codes of all rows, by the caller's promise.
-                        unsafe { isa.dot_lines(&mut acc, [at_step(0), at_step(1)], x, at.input_bytes) };
-                    }
-                }
-                for step in 0..if L::BY_HAND { 0 } else { steps } {
+                for step in 0..steps {
                     if !STREAM && I::LARGE && XG == BLOCK && step * L::OPERANDS % ASK_STEPS == 0 {
                         t.later.ask();
                     }

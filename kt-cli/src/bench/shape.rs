@@ -21,6 +21,9 @@ pub struct Shape {
 /// The shapes that have names.
 const NAMES: [&str; 4] = ["qwen3-30b-a3b", "deepseek-v3", "gpt-oss", "mixtral"];
 
+/// The most outputs, columns or experts of a shape.
+const MOST: usize = 1 << 20;
+
 impl FromStr for Shape {
     type Err = String;
 
@@ -34,14 +37,15 @@ impl FromStr for Shape {
             _ => {
                 let sizes: Option<Vec<usize>> = name.split('x').map(|s| s.parse().ok()).collect();
                 match sizes.as_deref() {
-                    Some(&[h, i, e, k]) if h > 0 && i > 0 && k > 0 && k <= e && h.max(i).max(e) <= 1 << 20 => {
+                    Some(&[h, i, e, k]) if h > 0 && i > 0 && k > 0 && k <= e && h.max(i).max(e) <= MOST => {
                         ([h, i, e, k], swiglu)
                     }
                     _ => {
                         return Err(format!(
                             "known shapes are {}, and `all` of them; or give HIDDENxINTERMEDIATExEXPERTSxTOP_K, such as \
-                             2048x768x128x8",
-                            NAMES.join(", ")
+                             2048x768x128x8: each from 1 to {}, TOP_K at most EXPERTS",
+                            NAMES.join(", "),
+                            MOST
                         ));
                     }
                 }
