@@ -1,4 +1,4 @@
-//! Experts on AVX2 and AVX-512 CPUs: every format of safetensors checkpoints, packed once at load.
+//! Experts on AVX2 and AVX-512 CPUs: every format of safetensors checkpoints but GPTQ's activation order and groups that are no multiple of 32, packed once at load.
 //!
 //! Two number paths serve most formats: int8 x int8 (VNNI, or byte multiply-adds without it) for INT8, INT4, GPTQ, AWQ, MXFP4 and
 //! NVFP4, and bf16 x bf16 (AVX512-BF16, or F32 products without it and where it is slower) for BF16, FP8 and MXFP8; F16 and F32 weights meet F32 inputs. One

@@ -60,7 +60,7 @@ uint32_t kt_c_version(void);
  * the library does not know. */
 typedef struct kt_options {
     size_t size;
-    size_t threads;         /* the caller's counted; default: the physical cores that this process may use */
+    size_t threads;         /* the caller's counted; default: the physical cores that this process may use, no more than a CPU quota pays for */
     const char *backend;    /* only this one; default: the best for each layer */
     const char *max_tier;   /* no instruction set above: portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16, amx */
     uint64_t memory_limit;  /* bytes that loading may take; default: what the system says is available */

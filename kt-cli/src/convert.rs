@@ -33,14 +33,14 @@ pub struct ConvertArgs {
     #[arg(long, value_name = "PATH")]
     output: PathBuf,
     /// Format of the routed experts, or three for gate, up and down; `keep` re-encodes nothing. Directories hold bf16, fp8-block,
-    /// fp8-channel, int4-g32 (g64, g128), int4-asym-g32, int8-channel, int8-g32, int8-asym-…, mxfp4 (those of gpt-oss: bf16 and mxfp4);
+    /// fp8-channel, mxfp8, f16, f32, int4-g32 (g64, g128), int4-channel, int4-asym-g32, int8-channel, int8-g32, int8-asym-…, mxfp4 (those of gpt-oss: bf16 and mxfp4);
     /// GGUF files hold bf16, q8_0, q4_0, q4_k, q5_k, q6_k, mxfp4 and its other types.
     #[arg(long, value_name = "FORMAT", value_delimiter = ',', required = true)]
     to: Vec<String>,
-    /// Format of all other linear layers [default: as they are].
+    /// Format of all other linear layers [default: as they are, or bf16 where the output cannot hold that].
     #[arg(long, value_name = "FORMAT")]
     dense: Option<Format>,
-    /// Format of embedding and head [default: as they are].
+    /// Format of embedding and head [default: as they are, or bf16 where the output cannot hold that].
     #[arg(long, value_name = "FORMAT")]
     head: Option<Format>,
     /// Write nothing but the routed experts.

@@ -25,7 +25,7 @@ impl FromStr for PolicyArg {
             Some("") => Err("name the heat map: frequency:FILE.json, as `kt run --heatmap FILE.json` writes it".into()),
             Some(path) => Ok(PolicyArg::Frequency(path.into())),
             None if text == "frequency" => PolicyArg::from_str("frequency:"),
-            None => text.parse().map(PolicyArg::Plain).map_err(|e: kt::Error| e.to_string()),
+            None => text.parse().map(PolicyArg::Plain).map_err(|e: kt::Error| format!("{e}: frequency:FILE.json")),
         }
     }
 }

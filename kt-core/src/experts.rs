@@ -302,7 +302,7 @@ pub(crate) struct LayerStream {
     pub expert_bytes: u64,
 }
 
-/// What a layer's calls did. Behind one lock, taken twice a call: that is no dearer than as many atomic numbers, and nobody sees
+/// What a layer's calls did. Behind one lock, taken three times a call, and once more for each further pass: that is no dearer than as many atomic numbers, and nobody sees
 /// the time of a call without its bytes.
 #[derive(Default)]
 pub(crate) struct Observed {

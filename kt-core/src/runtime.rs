@@ -77,7 +77,7 @@ impl RuntimeBuilder {
         }
     }
 
-    /// Threads to compute with, the caller's counted. Default: the physical cores that this process may use; maximum: its CPUs.
+    /// Threads to compute with, the caller's counted. Default: the physical cores that this process may use; maximum: its CPUs. No more than a CPU quota pays for.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self
@@ -96,7 +96,8 @@ impl RuntimeBuilder {
         self
     }
 
-    /// Uses only the backend of this name; what it cannot do is an error, never another backend.
+    /// Uses only the backend of this name; what it cannot do is an error, never another backend. Of a device's backend that goes for the experts: matrices outside of
+    /// them run on others. Where the name is a CPU's, devices still take what a placement gives them.
     pub fn backend(mut self, name: impl Into<String>) -> Self {
         self.backend = Some(name.into());
         self
@@ -175,8 +176,10 @@ impl RuntimeBuilder {
     /// The named backend does not exist or cannot run on this machine (the error says why), a number is 0, both a team and a number of
     /// threads were given, or a plugin that was named is refused or a directory of plugins cannot be read.
     pub fn build(self) -> Result<Runtime> {
-        if self.threads == Some(0) || self.pass_tokens == Some(0) {
-            return Err(Error::Invalid("threads and pass_tokens must be at least 1".into()));
+        for (what, number) in [("threads", self.threads), ("pass_tokens", self.pass_tokens)] {
+            if number == Some(0) {
+                return Err(Error::Invalid(format!("{what} must be at least 1, got 0")));
+            }
         }
         if self.threads.is_some() && self.team.is_some() {
             return Err(Error::Invalid("give either a team or a number of threads: a team has its own".into()));
@@ -476,7 +479,7 @@ impl Runtime {
     /// As [`Runtime::plan`], with what the options say of the caller. Where it fits badly or not at all, the plan says what would help.
     ///
     /// # Errors
-    /// As [`Runtime::plan`].
+    /// As [`Runtime::plan`]; devices in the options that are not there, are named twice, or are asked for more than they have free.
     pub fn plan_with(&self, source: &dyn WeightSource, options: &LoadOptions) -> Result<Plan> {
         Ok(self.plan_beside(source, options, self.cache_of(source).as_ref())?.0)
     }
@@ -863,7 +866,8 @@ impl Runtime {
     /// As [`Runtime::load`], with progress, cancellation and other memory counted in.
     ///
     /// # Errors
-    /// As [`Runtime::load`], and [`Error::Cancelled`].
+    /// As [`Runtime::load`] and [`Runtime::plan_with`], and [`Error::Cancelled`]; experts that are to be streamed to devices or to move, which need
+    /// [`Runtime::load_shared`].
     pub fn load_with(&self, source: &dyn WeightSource, options: LoadOptions) -> Result<Experts> {
         self.load_from(source, None, options)
     }

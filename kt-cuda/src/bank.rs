@@ -20,7 +20,7 @@ use crate::layout::{ExpertLayout, Threads};
 /// The lowest: experts come to a device by placement, or where it is the only backend, and not because it is there.
 const RANK: u32 = 0;
 
-/// A call's own time, besides the experts': three launches, two copies over PCIe and a wait. From the documentation's numbers; not measured.
+/// A call's own time, besides the experts': some launches, two copies over PCIe and a wait. From the documentation's numbers; not measured.
 const CALL: Duration = Duration::from_micros(40);
 
 /// Experts on one device. Cheap to make; a context of the device is kept while it, or a bank of it, lives. Clones are the same backend.
@@ -555,7 +555,7 @@ impl CudaBank {
     /// are replaced afterwards are not known to it.
     ///
     /// # Errors
-    /// No token or no choice; too little memory.
+    /// No token or no choice, or more than 1048576 choices; too little memory.
     pub fn prepare(&self, tokens: usize, top_k: usize) -> Result<PreparedCall> {
         let experts = self.inner.experts.lock().unwrap_or_else(PoisonError::into_inner).clone();
         self.prepare_for(tokens, top_k, |expert| experts.iter().position(|&e| e == expert).map(|i| i as u32))

@@ -1,4 +1,4 @@
-//! The functions of `libcuda` and `libnvrtc`, behind safe ones that own what they handle: the only unsafe code of this crate.
+//! The functions of `libcuda` and `libnvrtc`, behind safe ones that own what they handle: the only foreign functions of this crate.
 //!
 //! A table of its own and not a binding crate, for three reasons: a driver without one of these functions must be a reason and not a panic at the first
 //! call; an application may name the library; and tests run several drivers in one process.

@@ -154,7 +154,7 @@ impl<'a> Dense<'a> {
     /// The head `[vocabulary, hidden]`.
     pub(super) fn head(&self, vocabulary: usize) -> Result<Linear> {
         let matrix = self.matrix(self.head_name(), (vocabulary, self.config.hidden))?;
-        let linear = self.runtime.linear(&matrix)?;
+        let linear = self.runtime.linear(&matrix).with_context(|| format!("tensor `{}`", self.head_name()))?;
         if linear.packed_bytes() > 0 && self.head_name() != self.names.embedding() {
             self.source.release_tensor(self.head_name());
         }

@@ -2,7 +2,7 @@
 //!
 //! A linear weight is a matrix `[rows, cols]`: `rows` output features, `cols` input features, row-major. A [`Matrix`] is a
 //! cheap, reference-counted handle on its encoded bytes (usually a slice of a memory map). Each family of encodings has
-//! a file of its own with its decoder; a new format is one arm of [`Format`] and one decoder: it then runs everywhere
+//! a file of its own with its decoder; a new format (`ARCHITECTURE.md` says what it takes) then runs everywhere
 //! through decoding, and natively where a kernel accepts it.
 
 pub mod float;

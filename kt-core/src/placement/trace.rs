@@ -71,7 +71,7 @@ impl Trace {
     /// A trace of these layers.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: layers that do not rise, an expert that a layer has not, a part of a token.
+    /// [`Error::Invalid`]: layers that do not rise, an expert that a layer has not, a part of a token, no choice for a token, more than 2^24 experts.
     pub fn new(layers: Vec<LayerTrace>) -> Result<Trace> {
         let invalid = |l: &LayerTrace, what: String| Err(Error::Invalid(format!("trace: layer {}: {what}", l.layer)));
         for (i, l) in layers.iter().enumerate() {

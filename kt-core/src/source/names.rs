@@ -355,7 +355,7 @@ impl Family {
     }
 }
 
-/// Spells the names of a checkpoint's tensors around its experts, for a host that computes routers and shared experts.
+/// Spells the names of a checkpoint's tensors around its experts, for engines that compute routers and shared experts.
 #[derive(Debug, Clone, Copy)]
 pub struct Names {
     family: &'static Family,

@@ -7,7 +7,7 @@
 //! kt_core::testing::conformance(|_tier| Ok(CpuBackend::new("portable", Portable)));
 //! ```
 //!
-//! Two environment variables switch tests: `KT_ISA=avx512` caps the tier (that of `kt bench`, too), `KT_REQUIRE=avx512bf16,amx` turns a tier
+//! Two environment variables switch these tests: `KT_ISA=avx512` caps the tier (that of `kt bench`, too), `KT_REQUIRE=avx512bf16,amx` turns a tier
 //! that would be skipped into a failure.
 
 mod allocations;
