@@ -86,15 +86,28 @@ fn the_cache_changes_nothing() {
 
 #[test]
 fn several_passes_give_the_same_as_one_token_at_a_time() {
-    let model = model(None);
+    let source = built_in().unwrap();
     let ids: Vec<u32> = (0..700).map(|i| (i * i * 7 + 3 * i) % 1280).collect();
-    let mut cache = Cache::new(model.config(), ids.len()).unwrap();
-    let last = model.forward(&ids, &mut cache, Rows::Last).unwrap();
-    cache.reset();
-    let head = model.forward(&ids[..699], &mut cache, Rows::Last).unwrap();
-    let step = model.forward(&ids[699..], &mut cache, Rows::Last).unwrap();
-    assert_ne!(head, step);
-    let median = median_relative_rms(&step, &last, model.vocabulary());
+    let load = |pass_tokens: usize| {
+        let runtime = kt::runtime().pass_tokens(pass_tokens).build().unwrap();
+        let config = ModelConfig::read(&*source).unwrap();
+        let size = (ids.len(), Rows::Last);
+        Model::load(&runtime, &source, &config, size, &Default::default(), Default::default()).unwrap()
+    };
+    let mut all = Vec::new();
+    // One pass, and seven.
+    for model in [load(1000), load(100)] {
+        let mut cache = Cache::new(model.config(), ids.len()).unwrap();
+        let last = model.forward(&ids, &mut cache, Rows::Last).unwrap();
+        cache.reset();
+        let head = model.forward(&ids[..699], &mut cache, Rows::Last).unwrap();
+        let step = model.forward(&ids[699..], &mut cache, Rows::Last).unwrap();
+        assert_ne!(head, step);
+        let median = median_relative_rms(&step, &last, model.vocabulary());
+        assert!(median < 2e-2, "{median}");
+        all.push(last);
+    }
+    let median = median_relative_rms(&all[0], &all[1], all[0].len());
     assert!(median < 2e-2, "{median}");
 }
 
@@ -128,4 +141,26 @@ fn the_plan_knows_what_the_host_takes() {
     assert!(matches!(error.downcast_ref(), Some(kt::Error::Memory(_))), "{error:#}");
     let text = error.to_string();
     assert!(text.contains("keys and values") && text.contains("the limit of 1.0 MiB raised by"), "{text}");
+}
+
+#[test]
+fn passes_are_smaller_where_large_ones_do_not_fit() {
+    let source = built_in().unwrap();
+    let config = ModelConfig::read(&*source).unwrap();
+    let plan = |limit: Option<u64>| {
+        let builder = kt::runtime().backend("portable");
+        let runtime = match limit {
+            Some(bytes) => builder.memory_limit(bytes).build(),
+            None => builder.build(),
+        };
+        Model::plan(&runtime.unwrap(), &*source, &config, 2000, Rows::Last, &Default::default()).unwrap()
+    };
+    let activations = |plan: &kt::Plan| plan.extra.iter().find(|e| e.label.contains("activations")).unwrap().bytes;
+    let large = plan(None);
+    let small = plan(Some(large.need_bytes() - 1));
+    assert_eq!(small.verdict(), kt::plan::Verdict::Fits, "{small}");
+    assert!(activations(&small) < activations(&large) && small.need_bytes() < large.need_bytes(), "{small}\n{large}");
+    // What fits into nothing is told of as the smaller one.
+    let none = plan(Some(1 << 20));
+    assert_eq!((none.verdict(), activations(&none)), (kt::plan::Verdict::Refuse, activations(&small)));
 }

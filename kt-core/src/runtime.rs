@@ -484,8 +484,8 @@ impl Runtime {
         Ok(self.plan_beside(source, options, self.cache_of(source).as_ref())?.0)
     }
 
-    /// Most tokens computed at once.
-    fn pass_tokens(&self, source: &dyn WeightSource) -> usize {
+    /// Most tokens of the layers of `source` that are computed at once: [`RuntimeBuilder::pass_tokens`].
+    pub fn pass_tokens(&self, source: &dyn WeightSource) -> usize {
         self.pass_tokens.unwrap_or_else(|| pass_tokens(source.layers()))
     }
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
-use candle_core::{Device, Tensor};
+use candle_core::{CpuStorage, Device, Storage, Tensor};
 use kt::cpu::cache::CacheReport;
 use kt::importance::Recorder;
 use kt::placement::PlacementOptions;
@@ -17,9 +17,9 @@ use super::names;
 use super::rope::Rotary;
 use super::weights::{Dense, DenseBytes, LayerWeights};
 
-/// Tokens that go through the model at once; longer inputs take several passes. Enough that experts are read seldom, few
-/// enough that activations stay small beside weights.
-const PASS_TOKENS: usize = 512;
+/// Fewest and most tokens that go through the model at once: the most where that fits into memory. More than the runtime takes at once read no expert less
+/// often. Longer inputs take several passes, as large as each other.
+const PASS_TOKENS: [usize; 2] = [512, 2048];
 
 /// A model, loaded.
 pub struct Model {
@@ -31,6 +31,7 @@ pub struct Model {
     norm: Tensor,
     head: Linear,
     rotary: Rotary,
+    pass_tokens: usize,
     defer: usize,
     importance: Option<Recorder>,
 }
@@ -154,10 +155,31 @@ impl Model {
         rows: Rows,
         placement: &PlacementOptions,
     ) -> Result<Plan> {
+        Ok(Self::plan_passes(runtime, source, config, (positions, rows), placement)?.0)
+    }
+
+    /// [`Model::plan`], and the most tokens of a pass.
+    fn plan_passes(
+        runtime: &Runtime,
+        source: &dyn WeightSource,
+        config: &ModelConfig,
+        (positions, rows): (usize, Rows),
+        placement: &PlacementOptions,
+    ) -> Result<(Plan, usize)> {
         let dense = Dense::new(config, source, runtime);
         let bytes = dense.bytes()?;
-        let extra = |positions| host_memory(&dense, bytes, positions, rows);
-        let mut plan = runtime.plan_with(source, &load_options(extra(positions)?, positions, placement))?;
+        let runtimes = runtime.pass_tokens(source);
+        let [fewest, most] = PASS_TOKENS.map(|tokens| tokens.min(runtimes));
+        let of_host = |positions, tokens| host_memory(&dense, bytes, (positions, tokens), rows);
+        let of_passes = |tokens| -> Result<Plan> {
+            let options = load_options(of_host(positions, tokens)?, (positions, tokens), placement);
+            Ok(runtime.plan_with(source, &options)?)
+        };
+        let (mut plan, mut tokens) = (of_passes(most)?, most);
+        if plan.verdict() != Verdict::Fits {
+            (plan, tokens) = (of_passes(fewest)?, fewest);
+        }
+        let extra = |positions| of_host(positions, tokens);
         if plan.verdict() != Verdict::Fits {
             // The longest context that fits better: all memory of the host grows with it.
             let (mut better, mut from) = (0, positions);
@@ -171,7 +193,7 @@ impl Model {
                 plan.offer(Change::Positions(better), other.need_bytes(), other.verdict());
             }
         }
-        Ok(plan)
+        Ok((plan, tokens.min(positions).max(1)))
     }
 
     /// Loads the model, for running it over up to `positions` tokens with the logits of `rows` of them.
@@ -187,7 +209,7 @@ impl Model {
         progress: Arc<Progress>,
     ) -> Result<Self> {
         let (shared, source) = (source, &**source);
-        let plan = Self::plan(runtime, source, config, positions, rows, placement)?;
+        let (plan, pass_tokens) = Self::plan_passes(runtime, source, config, (positions, rows), placement)?;
         if plan.verdict() == Verdict::Refuse {
             bail!(kt::Error::Memory(Box::new(plan)));
         }
@@ -204,8 +226,8 @@ impl Model {
                 );
             }
         }
-        let host = host_memory(&dense, dense.bytes()?, positions, rows)?;
-        let options = LoadOptions { progress, ..load_options(host, positions, placement) };
+        let host = host_memory(&dense, dense.bytes()?, (positions, pass_tokens), rows)?;
+        let options = LoadOptions { progress, ..load_options(host, (positions, pass_tokens), placement) };
         let experts = runtime.load_shared(shared, options)?;
         let layers = (0..config.layers)
             .map(|index| {
@@ -237,6 +259,7 @@ impl Model {
             norm: dense.last_norm()?,
             head,
             rotary: Rotary::new(&config.rope),
+            pass_tokens,
             importance: None,
             embedding,
             path: source.path().to_owned(),
@@ -295,7 +318,8 @@ impl Model {
         }
         let mut logits = Vec::new();
         let mut done = 0;
-        for ids in ids.chunks(PASS_TOKENS) {
+        let passes = ids.len().div_ceil(self.pass_tokens);
+        for ids in ids.chunks(ids.len().div_ceil(passes.max(1)).max(1)) {
             let hidden = self.pass(ids, cache, past + done)?;
             done += ids.len();
             let wanted = match rows {
@@ -400,16 +424,25 @@ impl Router {
     }
 }
 
-/// What the runtime is told of a host that takes `extra` and runs over `positions`.
-fn load_options(extra: Vec<Extra>, positions: usize, placement: &PlacementOptions) -> LoadOptions {
-    let batch_tokens = Some(positions.min(PASS_TOKENS));
+/// What the runtime is told of a host that takes `extra` and runs over `positions`, in passes of so many tokens.
+fn load_options(
+    extra: Vec<Extra>,
+    (positions, pass_tokens): (usize, usize),
+    placement: &PlacementOptions,
+) -> LoadOptions {
+    let batch_tokens = Some(positions.min(pass_tokens));
     LoadOptions { extra, batch_tokens, placement: placement.clone(), ..LoadOptions::default() }
 }
 
-/// Memory of the host besides experts, by what it is for; `weights` are those of `dense`.
-fn host_memory(dense: &Dense<'_>, weights: DenseBytes, positions: usize, rows: Rows) -> Result<Vec<Extra>> {
+/// Memory of the host besides experts, by what it is for, over `positions` in passes of so many tokens; `weights` are those of `dense`.
+fn host_memory(
+    dense: &Dense<'_>,
+    weights: DenseBytes,
+    (positions, pass_tokens): (usize, usize),
+    rows: Rows,
+) -> Result<Vec<Extra>> {
     let config = dense.config;
-    let tokens = positions.min(PASS_TOKENS);
+    let tokens = positions.min(pass_tokens);
     // Upper bound of what is alive at once in a pass: the residual stream, a norm and a sum of it, and twice the widest of what
     // attention or a feed-forward part makes of it; scores; packed inputs of a product.
     let (widest, groups) = match config.attention {
@@ -445,7 +478,13 @@ fn numbers(x: &Tensor) -> candle_core::Result<Vec<f32>> {
 pub(super) fn multiply(linear: &Linear, x: &Tensor) -> Result<Tensor> {
     let tokens = x.dim(0)?;
     let mut y = vec![0f32; tokens * linear.rows()];
-    linear.forward(&numbers(x)?, &mut y)?;
+    let x = x.contiguous()?;
+    // As they are: prompts' are dozens of megabytes.
+    let (storage, layout) = x.storage_and_layout();
+    let (Storage::Cpu(CpuStorage::F32(numbers)), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
+        bail!("inputs of a product are {:?} numbers, not F32", x.dtype());
+    };
+    linear.forward(&numbers[start..end], &mut y)?;
     Ok(Tensor::from_vec(y, (tokens, linear.rows()), &Device::Cpu)?)
 }
 
