@@ -210,14 +210,12 @@ impl Kernel for Amx {
                 _ => self.crossover.bf16,
             };
             let stream_rows = exact.then_some(if n < on_tiles { n } else { 0 });
-            let product = Product { outputs, inputs, rows, out: &mut *out, scratch, zero };
+            let product = Product { outputs, inputs, rows, out, scratch, zero };
             if gguf {
                 self.avx.run_with_tiles(self.unit, stream_rows, OfBlocks(product));
             } else {
                 self.avx.run_with_tiles(self.unit, stream_rows, product);
             }
-            // What underflows is a zero, whose sign depends on the instruction: from here on all zeros are positive.
-            out.iter_mut().for_each(|v| *v += 0.0);
         } else if gguf {
             self.llamafile.product(outputs, inputs, rows, out, scratch);
         } else if matches!(inputs.layout(), InputLayout::Int8 { group: BLOCK.., .. })

@@ -1339,7 +1339,8 @@ impl<K: Kernel> LinearOp for CpuLinear<K> {
                 let outputs = self.weights.outputs(tile.cols.clone());
                 self.kernel.product(outputs, inputs, tile.rows.clone(), out, scratch);
                 for (row, out) in tile.rows.clone().zip(out.chunks_exact(width)) {
-                    tile.row(row).copy_from_slice(out);
+                    // All zeros are positive from here on.
+                    tile.row(row).iter_mut().zip(out).for_each(|(to, v)| *to = v + 0.0);
                 }
                 scratch.tiles[0] = products;
             });

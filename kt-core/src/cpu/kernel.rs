@@ -196,6 +196,7 @@ pub trait Kernel: Copy + Send + Sync + 'static {
 
     /// `out[i, j] = sum_k W[outputs.range.start + j, k] * x[rows.start + i, k]`: `out` is `[rows.len(), outputs.range.len()]`
     /// row-major, overwritten. Each number must come out the same whatever the other rows are and
-    /// however the outputs are cut, except where the kernel's choice by number of rows is documented to change it.
+    /// however the outputs are cut, except where the kernel's choice by number of rows is documented to change it. A zero may have
+    /// either sign: sums begin with a positive one, so that what is made of it later does not depend on that.
     fn product(self, outputs: Outputs<'_>, x: Inputs<'_>, rows: Range<usize>, out: &mut [f32], scratch: &mut Scratch);
 }
