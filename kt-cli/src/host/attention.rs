@@ -33,12 +33,24 @@ pub(super) fn scores_bytes(heads_per_group: usize, positions: usize, tokens: usi
     (of_slice as u64).saturating_mul(2 * (rayon::current_num_threads() * size_of::<f32>()) as u64)
 }
 
+/// Most numbers of each token that [`Attention::forward`] makes and has at once, besides scores and cache.
+pub(super) fn numbers_of_token(heads: usize, kind: &Kind) -> usize {
+    match *kind {
+        // Of queries: as a product, normed, transposed and rotated, of which three at a time; then those, parts of the outputs, and these put together.
+        Kind::Grouped { kv_heads, head_dim } => (heads * 3 + kv_heads * 3) * head_dim,
+        // Queries as a product, their two parts, and these as one; then that, and outputs twice.
+        Kind::Latent { kv_lora, nope, rope, value, .. } => {
+            heads * (2 * kv_lora + nope + 3 * rope).max(3 * kv_lora + rope + value) + 4 * (kv_lora + rope)
+        }
+    }
+}
+
 /// The attention of one layer.
 pub(super) struct Attention {
     kind: Weights,
     output: Linear,
     heads: usize,
-    scale: f64,
+    scale: f32,
     norm_epsilon: f32,
 }
 
@@ -120,12 +132,13 @@ impl Attention {
             kind,
             output: weights.linear(names::O)?,
             heads,
-            scale: query_factor * query_factor / (width as f64).sqrt(),
+            scale: (query_factor * query_factor / (width as f64).sqrt()) as f32,
             norm_epsilon: config.norm_epsilon,
         })
     }
 
-    /// Attention of `x: [tokens, hidden]`, whose first token has position `past`; its keys and values join the cache.
+    /// Attention of `x: [tokens, hidden]`, whose first token has position `past`; its keys and values join the cache. What is no longer needed is dropped at
+    /// once: the plan counts on that ([`numbers_of_token`]).
     pub(super) fn forward(
         &self,
         x: &Tensor,
@@ -137,32 +150,38 @@ impl Attention {
         let mixed = match &self.kind {
             Weights::Grouped { q, k, v, q_norm, k_norm, kv_heads, head_dim } => {
                 let heads = |x: Tensor, heads: usize| x.reshape((tokens, heads, *head_dim));
-                let q = norm(&heads(multiply(q, x)?, self.heads)?, q_norm, self.norm_epsilon)?;
-                let k = norm(&heads(multiply(k, x)?, *kv_heads)?, k_norm, self.norm_epsilon)?;
-                let v = heads(multiply(v, x)?, *kv_heads)?.transpose(0, 1)?.contiguous()?;
-                let q = angles.rotate(&q.transpose(0, 1)?)?;
-                let k = angles.rotate(&k.transpose(0, 1)?)?;
-                let (keys, values) = cache.extend(&k, Some(&v), past)?;
+                let rotated = |linear: &Linear, weight: &Tensor, count: usize| -> anyhow::Result<Tensor> {
+                    let normed = norm(&heads(multiply(linear, x)?, count)?, weight, self.norm_epsilon)?;
+                    Ok(angles.rotate(&normed.transpose(0, 1)?)?)
+                };
+                let q = rotated(q, q_norm, self.heads)?;
+                let (keys, values) = {
+                    let k = rotated(k, k_norm, *kv_heads)?;
+                    let v = heads(multiply(v, x)?, *kv_heads)?.transpose(0, 1)?.contiguous()?;
+                    cache.extend(&k, Some(&v), past)?
+                };
                 let q = q.reshape((*kv_heads, self.heads / kv_heads, tokens, *head_dim))?;
-                attend(&(q * self.scale)?, &keys, &values, past)?.reshape((self.heads, tokens, *head_dim))?
+                attend(&q, &keys, &values, past, self.scale)?.reshape((self.heads, tokens, *head_dim))?
             }
             Weights::Latent { q, kv_a, kv_a_norm, keys, values, kv_lora, nope, rope } => {
-                let q = match q {
-                    Queries::Direct(q) => multiply(q, x)?,
-                    Queries::Narrow { a, a_norm, b } => {
-                        multiply(b, &norm(&multiply(a, x)?, a_norm, self.norm_epsilon)?)?
-                    }
+                let q = {
+                    let q = match q {
+                        Queries::Direct(q) => multiply(q, x)?,
+                        Queries::Narrow { a, a_norm, b } => {
+                            multiply(b, &norm(&multiply(a, x)?, a_norm, self.norm_epsilon)?)?
+                        }
+                    };
+                    let q = q.reshape((tokens, self.heads, nope + rope))?.transpose(0, 1)?;
+                    let rotated = angles.rotate(&q.narrow(2, *nope, *rope)?)?;
+                    let narrow = q.narrow(2, 0, *nope)?.contiguous()?.matmul(keys)?;
+                    Tensor::cat(&[narrow, rotated], 2)?.unsqueeze(0)?
                 };
-                let q = q.reshape((tokens, self.heads, nope + rope))?.transpose(0, 1)?;
-                let q_rotated = angles.rotate(&q.narrow(2, *nope, *rope)?)?;
-                let q_narrow = q.narrow(2, 0, *nope)?.contiguous()?.matmul(keys)?;
-                let q = Tensor::cat(&[q_narrow, q_rotated], 2)?.unsqueeze(0)?;
                 let row = multiply(kv_a, x)?;
                 let narrow = norm(&row.narrow(1, 0, *kv_lora)?.contiguous()?, kv_a_norm, self.norm_epsilon)?;
                 let k_rotated = angles.rotate(&row.narrow(1, *kv_lora, *rope)?.unsqueeze(0)?)?;
                 let row = Tensor::cat(&[narrow.unsqueeze(0)?, k_rotated], 2)?;
                 let (cached, _) = cache.extend(&row, None, past)?;
-                let mixed = attend(&(q * self.scale)?, &cached, &cached.narrow(2, 0, *kv_lora)?, past)?;
+                let mixed = attend(&q, &cached, &cached.narrow(2, 0, *kv_lora)?, past, self.scale)?;
                 mixed.squeeze(0)?.matmul(values)?
             }
         };
@@ -171,16 +190,22 @@ impl Attention {
     }
 }
 
-/// Causal attention of `q: [groups, heads per group, tokens, key]` (scaled) over `keys: [groups, past + tokens, key]` and
+/// Causal attention of `q: [groups, heads per group, tokens, key]` over `keys: [groups, past + tokens, key]`, their products times `scale`, and
 /// `values: [groups, past + tokens, value]`; gives `[groups, heads per group, tokens, value]`. Threads take groups and slices of queries.
-fn attend(q: &Tensor, keys: &Tensor, values: &Tensor, past: usize) -> candle_core::Result<Tensor> {
+fn attend(q: &Tensor, keys: &Tensor, values: &Tensor, past: usize, scale: f32) -> candle_core::Result<Tensor> {
     let (_, heads, tokens, _) = q.dims4()?;
     let slice = (scores_of_thread() / (heads * (past + tokens))).clamp(1, tokens);
-    attend_by(slice, q, keys, values, past)
+    attend_by(slice, q, keys, values, (past, scale))
 }
 
 /// [`attend`] by slices of so many queries.
-fn attend_by(slice: usize, q: &Tensor, keys: &Tensor, values: &Tensor, past: usize) -> candle_core::Result<Tensor> {
+fn attend_by(
+    slice: usize,
+    q: &Tensor,
+    keys: &Tensor,
+    values: &Tensor,
+    (past, scale): (usize, f32),
+) -> candle_core::Result<Tensor> {
     let (groups, heads, tokens, width) = q.dims4()?;
     let slices = tokens.div_ceil(slice);
     let part = |i: usize| {
@@ -191,20 +216,23 @@ fn attend_by(slice: usize, q: &Tensor, keys: &Tensor, values: &Tensor, past: usi
         let of_group = |x: &Tensor| x.narrow(0, group, 1)?.narrow(1, 0, seen)?.squeeze(0);
         let q = q.narrow(0, group, 1)?.narrow(2, first, count)?.contiguous()?.reshape((heads * count, width))?;
         let scores = q.matmul(&of_group(keys)?.t()?)?;
-        scores.inplace_op1(&CausalSoftmax { queries: count, past: past + first })?;
+        scores.inplace_op1(&CausalSoftmax { queries: count, past: past + first, scale })?;
         let mixed = scores.matmul(&of_group(values)?)?;
         let value = mixed.dim(D::Minus1)?;
         mixed.reshape((1, heads, count, value))
     };
     let parts = (0..groups * slices).into_par_iter().map(part).collect::<candle_core::Result<Vec<_>>>()?;
     let of_groups = parts.chunks(slices).map(|parts| Tensor::cat(parts, 2)).collect::<candle_core::Result<Vec<_>>>()?;
+    drop(parts);
     Tensor::cat(&of_groups, 0)
 }
 
-/// The softmax of scores `[heads * queries, keys]`, of what the queries see: query `i` of each head sees `past + i + 1` keys. Others get 0.
+/// The softmax of scores `[heads * queries, keys]` times a positive `scale`, of what the queries see: query `i` of each head sees `past + i + 1` keys. Others
+/// get 0.
 struct CausalSoftmax {
     queries: usize,
     past: usize,
+    scale: f32,
 }
 
 impl InplaceOp1 for CausalSoftmax {
@@ -222,9 +250,9 @@ impl InplaceOp1 for CausalSoftmax {
         rows.enumerate().for_each(|(i, row)| {
             let (seen, later) = row.split_at_mut(self.past + i % self.queries + 1);
             let most = fold(seen, f32::NEG_INFINITY, |most, s| if s > most { s } else { most });
-            seen.iter_mut().for_each(|s| *s = exp(*s - most));
-            let scale = 1.0 / fold(seen, 0.0, |sum, s| sum + s);
-            seen.iter_mut().for_each(|s| *s *= scale);
+            seen.iter_mut().for_each(|s| *s = exp((*s - most) * self.scale));
+            let part = 1.0 / fold(seen, 0.0, |sum, s| sum + s);
+            seen.iter_mut().for_each(|s| *s *= part);
             later.fill(0.0);
         });
         Ok(())
@@ -278,19 +306,20 @@ mod tests {
     #[test]
     fn a_softmax_is_of_what_queries_see() {
         // Two heads of three queries, whose first one sees five keys.
-        let (queries, past, keys) = (3, 4, 40);
+        let (queries, past, keys, scale) = (3, 4, 40, 0.25);
         let numbers: Vec<f32> = (0..2 * queries * keys).map(|i| ((i * 37) % 101) as f32 / 9.0 - 5.0).collect();
         let of = |numbers: &[f32]| {
             let scores = Tensor::from_slice(numbers, (2 * queries, keys), &Device::Cpu).unwrap();
-            scores.inplace_op1(&CausalSoftmax { queries, past }).unwrap();
+            scores.inplace_op1(&CausalSoftmax { queries, past, scale }).unwrap();
             scores.to_vec2::<f32>().unwrap()
         };
         let got = of(&numbers);
         for (i, (got, scores)) in got.iter().zip(numbers.chunks(keys)).enumerate() {
             let seen = past + i % queries + 1;
-            let sum: f64 = scores[..seen].iter().map(|&s| (s as f64).exp()).sum();
+            let exp = |s: f32| (s as f64 * scale as f64).exp();
+            let sum: f64 = scores[..seen].iter().map(|&s| exp(s)).sum();
             for (&got, &score) in got.iter().zip(&scores[..seen]) {
-                assert!((got as f64 - (score as f64).exp() / sum).abs() < 1e-6, "{i}");
+                assert!((got as f64 - exp(score) / sum).abs() < 1e-6, "{i}");
             }
             assert!(got[seen..].iter().all(|&p| p == 0.0), "{i}");
         }
@@ -317,7 +346,7 @@ mod tests {
         let (keys, values) = (tensor(&k, &[groups, all, width]), tensor(&v, &[groups, all, width]));
         let q_tensor = tensor(&q, &[groups, heads, tokens, width]);
         for slice in 1..=tokens {
-            let mixed = attend_by(slice, &q_tensor, &keys, &values, past).unwrap();
+            let mixed = attend_by(slice, &q_tensor, &keys, &values, (past, 1.0)).unwrap();
             let got = mixed.flatten_all().unwrap().to_vec1::<f32>().unwrap();
             for g in 0..groups {
                 for h in 0..heads {

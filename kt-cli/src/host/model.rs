@@ -11,7 +11,7 @@ use kt::placement::PlacementOptions;
 use kt::plan::{Change, Extra, Kind as MemoryKind, Verdict};
 use kt::{Batch, Experts, LayerExperts, Linear, LoadOptions, Matrix, Plan, Progress, Routing, Runtime, WeightSource};
 
-use super::attention::{Attention, scores_bytes};
+use super::attention::{Attention, numbers_of_token, scores_bytes};
 use super::config::{Attention as Kind, ModelConfig};
 use super::names;
 use super::rope::Rotary;
@@ -351,11 +351,11 @@ impl Model {
         let mut batch = Batch::new(0, Vec::<f32>::new(), Vec::new(), Vec::new())?;
         batch.defer(self.defer);
         for (index, (layer, cache)) in self.layers.iter().zip(&mut cache.layers).enumerate() {
-            let normed = norm(&x, &layer.attention_norm, epsilon)?;
-            x = (x + layer.attention.forward(&normed, &angles, cache, past)?)?;
-            let normed = norm(&x, &layer.ffn_norm, epsilon)?;
+            let mixed = layer.attention.forward(&norm(&x, &layer.attention_norm, epsilon)?, &angles, cache, past)?;
+            x = (x + mixed)?;
             let importance = self.importance.as_ref().map(|recorder| (recorder, index));
-            x = (x + layer.ffn.forward(&normed, &mut batch, importance)?)?;
+            let added = layer.ffn.forward(&norm(&x, &layer.ffn_norm, epsilon)?, &mut batch, importance)?;
+            x = (x + added)?;
         }
         Ok(x)
     }
@@ -443,16 +443,17 @@ fn host_memory(
 ) -> Result<Vec<Extra>> {
     let config = dense.config;
     let tokens = positions.min(pass_tokens);
-    // Upper bound of what is alive at once in a pass: the residual stream, a norm and a sum of it, and twice the widest of what
-    // attention or a feed-forward part makes of it; scores; packed inputs of a product.
-    let (widest, groups) = match config.attention {
-        Kind::Grouped { kv_heads, head_dim } => ((config.heads * 3 + kv_heads * 3) * head_dim, kv_heads),
-        Kind::Latent { kv_lora, nope, rope, value, .. } => {
-            (config.heads * (3 * (kv_lora + rope) + 2 * (nope + rope + value)), 1)
-        }
+    // Upper bound of what is alive at once in a pass: the residual stream, a norm of it, what the experts' batch keeps, one more for what the allocator does,
+    // and the most that attention, or a feed-forward part with its output, makes of it; packed inputs of a product; scores.
+    let groups = match config.attention {
+        Kind::Grouped { kv_heads, .. } => kv_heads,
+        Kind::Latent { .. } => 1,
     };
-    let widest = widest.max(3 * config.dense_intermediate).max(3 * config.shared_intermediate);
-    let per_token = (4 * config.hidden + widest) as u64 * 4 + weights.input_row;
+    let has_dense = (0..config.layers).any(|layer| dense.experts(layer).is_none());
+    let dense_part = if has_dense { 3 * config.dense_intermediate } else { 0 };
+    let feed_forward = config.hidden + dense_part.max(config.hidden + 3 * config.shared_intermediate);
+    let widest = numbers_of_token(config.heads, &config.attention).max(feed_forward);
+    let per_token = (5 * config.hidden + widest) as u64 * 4 + weights.input_row;
     let scores = scores_bytes(config.heads / groups, positions, tokens);
     let activations = (tokens as u64 * per_token).saturating_add(scores);
     let rows = if rows == Rows::All { positions as u64 } else { 1 };
