@@ -169,14 +169,13 @@ impl Model {
         let dense = Dense::new(config, source, runtime);
         let bytes = dense.bytes()?;
         let runtimes = runtime.pass_tokens(source);
-        let [fewest, most] = PASS_TOKENS.map(|tokens| tokens.min(runtimes));
+        let [fewest, most] = PASS_TOKENS.map(|tokens| tokens.min(runtimes).min(positions).max(1));
         let of_host = |positions, tokens| host_memory(&dense, bytes, (positions, tokens), rows);
         let of_passes = |tokens| -> Result<Plan> {
-            let options = load_options(of_host(positions, tokens)?, (positions, tokens), placement);
-            Ok(runtime.plan_with(source, &options)?)
+            Ok(runtime.plan_with(source, &load_options(of_host(positions, tokens)?, tokens, placement))?)
         };
         let (mut plan, mut tokens) = (of_passes(most)?, most);
-        if plan.verdict() != Verdict::Fits {
+        if plan.verdict() != Verdict::Fits && fewest < most {
             (plan, tokens) = (of_passes(fewest)?, fewest);
         }
         let extra = |positions| of_host(positions, tokens);
@@ -193,7 +192,7 @@ impl Model {
                 plan.offer(Change::Positions(better), other.need_bytes(), other.verdict());
             }
         }
-        Ok((plan, tokens.min(positions).max(1)))
+        Ok((plan, tokens))
     }
 
     /// Loads the model, for running it over up to `positions` tokens with the logits of `rows` of them.
@@ -226,8 +225,9 @@ impl Model {
                 );
             }
         }
+        // Not the plan's: what devices take would be in it twice.
         let host = host_memory(&dense, dense.bytes()?, (positions, pass_tokens), rows)?;
-        let options = LoadOptions { progress, ..load_options(host, (positions, pass_tokens), placement) };
+        let options = LoadOptions { progress, ..load_options(host, pass_tokens, placement) };
         let experts = runtime.load_shared(shared, options)?;
         let layers = (0..config.layers)
             .map(|index| {
@@ -318,8 +318,8 @@ impl Model {
         }
         let mut logits = Vec::new();
         let mut done = 0;
-        let passes = ids.len().div_ceil(self.pass_tokens);
-        for ids in ids.chunks(ids.len().div_ceil(passes.max(1)).max(1)) {
+        let passes = ids.len().div_ceil(self.pass_tokens).max(1);
+        for ids in ids.chunks(ids.len().div_ceil(passes).max(1)) {
             let hidden = self.pass(ids, cache, past + done)?;
             done += ids.len();
             let wanted = match rows {
@@ -424,14 +424,9 @@ impl Router {
     }
 }
 
-/// What the runtime is told of a host that takes `extra` and runs over `positions`, in passes of so many tokens.
-fn load_options(
-    extra: Vec<Extra>,
-    (positions, pass_tokens): (usize, usize),
-    placement: &PlacementOptions,
-) -> LoadOptions {
-    let batch_tokens = Some(positions.min(pass_tokens));
-    LoadOptions { extra, batch_tokens, placement: placement.clone(), ..LoadOptions::default() }
+/// What the runtime is told of a host that takes `extra` and runs in passes of so many tokens.
+fn load_options(extra: Vec<Extra>, pass_tokens: usize, placement: &PlacementOptions) -> LoadOptions {
+    LoadOptions { extra, batch_tokens: Some(pass_tokens), placement: placement.clone(), ..LoadOptions::default() }
 }
 
 /// Memory of the host besides experts, by what it is for, over `positions` in passes of so many tokens; `weights` are those of `dense`.
