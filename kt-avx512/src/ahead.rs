@@ -46,7 +46,11 @@ static CPU: LazyLock<Cpu> = LazyLock::new(|| match vendor_and_family() {
 
 /// What vector operations beside products cost on this CPU.
 pub(crate) fn ports() -> Ports {
-    if *CPU == Cpu::Intel { Ports::Shared } else { Ports::Own }
+    match *CPU {
+        Cpu::Intel => Ports::Shared,
+        Cpu::Zen5 => Ports::Double,
+        Cpu::Zen3 | Cpu::Other => Ports::Own,
+    }
 }
 
 const AMD: &[u8; 12] = b"AuthenticAMD";

@@ -32,6 +32,9 @@ pub trait Job {
 pub enum Ports {
     /// Often nothing: there are ports for them that have no products.
     Own,
+    /// The same, and there are two products of 512 bits a cycle, each of which takes four (AMD's Zen 5): eight sums are too few, and products that broadcast their
+    /// inputs from memory wait for loads, of which there are two as well.
+    Double,
     /// As much as products do, on whose ports they are: all 512-bit operations of Intel's CPUs are on two ports. And `vdpbf16ps` is half as fast
     /// there as F32's products are. Both were measured on Emerald Rapids alone.
     Shared,

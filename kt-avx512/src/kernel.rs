@@ -84,7 +84,7 @@ impl Avx {
 impl Avx {
     /// Whether BF16 weights meet BF16 inputs: where the CPU has instructions for that, but for those that are slower than F32's.
     fn multiplies_bf16(self) -> bool {
-        self.tier == Tier::Avx512Bf16 && self.ports == Ports::Own
+        self.tier == Tier::Avx512Bf16 && self.ports != Ports::Shared
     }
 
     /// The same as on a CPU that has such ports. Beside a tile unit, [`Ports::Own`]: few rows then have BF16 inputs, as many rows have.

@@ -73,12 +73,21 @@ pub trait Path<I: Isa> {
     const TILE_PANELS: usize = <Self::Lines as Lines>::BUNDLE;
     /// The most rows that stream over one panel after another with operands of 512 bits, where the hardware reads a single stream best.
     const ONE_STREAM: usize;
+    /// How many panels at once so many rows have that stream.
+    fn stream_panels(isa: I, rows: usize) -> usize
+    where
+        Self: Sized,
+    {
+        if alone::<I, Self>(isa, rows) { 1 } else { stream_panels::<I, Self>(rows) }
+    }
     /// Blocks that K is cut into multiples of.
     const SCALED_BLOCKS: usize;
     /// Lines that an operand becomes where lines are unpacked.
     const WIDENED: usize;
-    /// How many times with each block tiles of many rows ask for what comes later.
-    const ASKS: usize = 1;
+    /// How many times with each block tiles of many rows ask for what comes later, over lines that were unpacked or not.
+    fn asks(_unpacked: bool) -> usize {
+        1
+    }
     /// Bytes of the words of [`Path::SCALED_BLOCKS`] blocks, and their unit, if tiles have scales as words; and of these scales as F32, if they become such.
     const WORDS: [usize; 2] = [0; 2];
     /// Rows of the largest tile over cached lines, of so many rows in all: as many as keep sums (and totals, where scales come in between) in registers.
@@ -170,6 +179,15 @@ const fn stream_panels<I: Isa, K: Path<I>>(rows: usize) -> usize {
     }
 }
 
+/// The most rows that stream over one panel after another where there are two products a cycle, and so are done with a line before the next one comes. Zen 5, from memory that reads 21.7 to
+/// 24 GB/s a core, GB/s over four panels / over one: INT4 g32 at 2 · 3 · 4 rows 19.7/23.8 · 19.2/24.0 · 18.3/24.0; but from the second level, at four rows, 48/39.
+const ALONE_ROWS: usize = 3;
+
+/// Whether so many rows, more than [`Path::ONE_STREAM`], stream over one panel after another all the same.
+fn alone<I: Isa, K: Path<I>>(isa: I, rows: usize) -> bool {
+    I::LARGE && K::ONE_STREAM > 0 && isa.ports() == Ports::Double && (2..=ALONE_ROWS).contains(&rows)
+}
+
 /// Panels at once for rows that pass over lines in the cache.
 const fn cached_panels<I: Isa>() -> usize {
     if I::LARGE { 2 } else { 1 }
@@ -191,7 +209,7 @@ const fn widens<I: Isa, L: Floats>() -> bool {
     L::BF16 && L::OPERANDS == 1 && I::INPUT_BYTES > 2
 }
 
-/// Whether FP8 codes become operands in tiles of many rows as in those of few: shifts are done beside products.
+/// Whether FP8 codes may become operands in tiles of many rows as in those of few: shifts are done beside products.
 const fn shifts_in_tile<I: Isa, L: Floats>() -> bool {
     L::FP8 && I::FP8_NORMAL && I::INPUT_BYTES == 2 && !I::TILES
 }
@@ -207,9 +225,18 @@ const fn looks_up_in_tile<I: Isa, L: Codes, S: Scale>() -> bool {
 /// [in assembly](in_assembly).
 const UNPACKED_NIBBLES: [usize; 2] = [48, 24];
 
+/// The most rows for which FP8 codes are shifted in tiles where loads are as few as products: each of these products has one. Zen 5, from the cache, in the tile or before: 128x128 at
+/// 13 · 16 · 24 · 64 rows 107/119 · 126/132 · 210/187 · 534/451 us, MXFP8 117/121 · 139/136 · 210/204 · 552/487.
+const UNSHIFTED_ROWS: usize = 16;
+
 /// Whether tiles of many rows are those of `words.rs`, as scales are words.
 const fn words_of_type<I: Isa, S: Scale>() -> bool {
     I::LARGE && I::VNNI && !I::TILES && S::WORDS > 0
+}
+
+/// Rows of the largest tile with words.
+fn word_rows<I: Isa>(isa: I) -> usize {
+    WORD_ROWS[usize::from(isa.ports() == Ports::Double)]
 }
 
 /// BF16 numbers as F32.
@@ -250,16 +277,18 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const ONE_STREAM: usize = one_stream::<L, S, XG, WG>();
     const SCALED_BLOCKS: usize = if S::SPAN > 1 { S::SPAN } else { scaled_blocks::<S>() };
     const WIDENED: usize = 1;
-    const ASKS: usize = match I::TILES {
-        true => 1,
-        false if words_of_type::<I, S>() => 1,
-        false => int_asks::<I, S, XG>(),
-    };
     const WORDS: [usize; 2] = if words_of_type::<I, S>() { [SUPER_BYTES, 0] } else { [0; 2] };
+
+    fn asks(_: bool) -> usize {
+        match I::TILES || words_of_type::<I, S>() {
+            true => 1,
+            false => int_asks::<I, S, XG>(),
+        }
+    }
 
     fn rows(isa: I, rows: usize) -> usize {
         if words_of_type::<I, S>() {
-            WORD_ROWS
+            word_rows(isa)
         } else if S::WORDS > 0 && I::LARGE {
             5
         } else if !I::LARGE && L::SPAN == 0 && size_of::<I::Wide>() > LINE {
@@ -298,6 +327,9 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
 
     fn stream(isa: I, r: usize, tile: Tile<'_>) {
         let kind = PhantomData;
+        if const { I::LARGE && <Self as Path<I>>::ONE_STREAM > 0 } && alone::<I, Self>(isa, r) {
+            return rows!(r, [2, 3], isa.run(IntTile::<L, S, XG, WG, true, R, 1> { tile, kind }));
+        }
         stream_shapes!(I, Self, r, isa.run(IntTile::<L, S, XG, WG, true, R, P> { tile, kind }))
     }
 
@@ -356,12 +388,15 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         true if !I::TILES => 2,
         _ => 1,
     };
-    const ASKS: usize = match L::BF16 && <Self as Path<I>>::WIDENED == 1 {
-        _ if I::TILES => 1,
-        true if shifts_in_tile::<I, L>() => scaled::asks::<I>(SCALED, BLOCK / 4),
-        true => scaled::asks::<I>(SCALED, BLOCK / 2),
-        false => scaled::asks::<I>(SCALED, BLOCK),
-    };
+
+    fn asks(unpacked: bool) -> usize {
+        match L::BF16 && <Self as Path<I>>::WIDENED == 1 {
+            _ if I::TILES => 1,
+            true if shifts_in_tile::<I, L>() && !unpacked => scaled::asks::<I>(SCALED, BLOCK / 4),
+            true => scaled::asks::<I>(SCALED, BLOCK / 2),
+            false => scaled::asks::<I>(SCALED, BLOCK),
+        }
+    }
 
     fn rows(_: I, _: usize) -> usize {
         // Totals beside the sums, where scales come in between, may lie in memory.
@@ -377,8 +412,10 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         }
     }
 
-    fn unpacked(_: I, _: usize) -> bool {
-        L::OPERANDS * <Self as Path<I>>::WIDENED > 1 && !shifts_in_tile::<I, L>()
+    fn unpacked(isa: I, rows: usize) -> bool {
+        let enough = rows > UNSHIFTED_ROWS && isa.ports() == Ports::Double;
+        let beside_products = shifts_in_tile::<I, L>() && !enough;
+        L::OPERANDS * <Self as Path<I>>::WIDENED > 1 && !beside_products
     }
 
     fn unpack(isa: I, from: [&[u8]; 2], scales: &mut Scales<'_>, to: &mut [u8]) {
@@ -405,7 +442,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         }
     }
 
-    fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
+    fn cached(isa: I, r: usize, unpacked: bool, tile: Tile<'_>) {
         if const { I::TILES && L::BF16 } {
             if const { L::OPERANDS == 1 } {
                 tiled::cached(isa, r, tile, false);
@@ -415,7 +452,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         } else if const { I::LARGE && widens::<I, L>() } {
             let kind = PhantomData;
             rows!(r, [4, 5, 6, 7, 8], isa.run(FloatTile::<L, SCALED, false, R, 2> { tile, kind }))
-        } else if const { shifts_in_tile::<I, L>() } {
+        } else if const { shifts_in_tile::<I, L>() } && !unpacked {
             let kind = PhantomData;
             rows!(r, [6, 7, 8, 9, 10, 11, 12], isa.run(FloatTile::<L, SCALED, false, R, 2> { tile, kind }))
         } else if const { I::LARGE && <Self as Path<I>>::WIDENED > 1 } {
@@ -511,8 +548,8 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const WIDENED: usize = 1;
     const WORDS: [usize; 2] = [chunk_bytes(XG, S::MINIMA), CHUNK_BLOCKS * scales_bytes(XG, S::MINIMA)];
 
-    fn rows(_: I, _: usize) -> usize {
-        WORD_ROWS
+    fn rows(isa: I, _: usize) -> usize {
+        word_rows(isa)
     }
 
     fn unpacked(isa: I, _: usize) -> bool {
@@ -743,7 +780,7 @@ impl Product<'_> {
                 later.spread(1, Level::Second);
                 later.ask();
             }
-            let panels = if on_tiles { K::TILE_PANELS } else { stream_panels::<I, K>(n) };
+            let panels = if on_tiles { K::TILE_PANELS } else { K::stream_panels(isa, n) };
             let (lines_at, scales_at) = (layout.lines_at(0), scales_at(0));
             let ahead = Ahead::of(n, panels, K::INTEGERS, layout.bundle);
             let mut rows = (inputs, input_stride, block_bytes);
@@ -815,7 +852,7 @@ impl Product<'_> {
         let buffer = self.scratch.panel.get(sums + panels * unpacked_stride + K::WORDS[1]);
         let (sums, buffer) = buffer.split_at_mut(sums);
         let (buffer, f32_scales) = buffer.split_at_mut(panels * unpacked_stride);
-        let tiles = if K::WORDS[0] > 0 { n.div_ceil(WORD_ROWS) } else { tiles::<I>(n, K::rows(isa, n)) };
+        let tiles = if K::WORDS[0] > 0 { n.div_ceil(K::rows(isa, n)) } else { tiles::<I>(n, K::rows(isa, n)) };
         // `larger` of one row more, then the others.
         let (rows, larger) = (n / tiles, n % tiles);
         // Sums of a tile unit have a buffer.
@@ -891,7 +928,8 @@ impl Product<'_> {
                     let part = &next_inputs[part(done)..part(done + panels * PANEL)];
                     later.add(part.as_ptr(), part.len());
                 }
-                later.spread(tiles * blocks * K::ASKS, Level::of(n, I::LARGE));
+                let asks = K::asks(unpack || K::LIGHT);
+                later.spread(tiles * blocks * asks, Level::of(n, I::LARGE));
                 let mut first = 0;
                 while first < n {
                     let (rows, row_tiles) = match larger * (rows + 1) {
@@ -920,7 +958,7 @@ impl Product<'_> {
                     K::cached(isa, rows, unpack || K::LIGHT, tile);
                     first += rows * row_tiles;
                 }
-                debug_assert!(I::TILES || later.is_done(), "lines that are asked for {} times a block", K::ASKS);
+                debug_assert!(I::TILES || later.is_done(), "lines that are asked for {asks} times a block");
             }
             done += panels * PANEL;
         }
@@ -969,7 +1007,7 @@ impl Product<'_> {
             if let Some((matrix, first)) = following {
                 later.add(matrix.row(first).as_ptr(), panels * PANEL * columns * B::BYTES);
             }
-            let asks = <Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::ASKS;
+            let asks = <Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::asks(true);
             let times = if few { columns * panels * (PANEL / ASK) } else { tiles * columns * (SUPER / BLOCK) * asks };
             later.spread(times, if few { Level::Second } else { Level::First });
             if const { !I::TILES } && direct {
@@ -1090,7 +1128,9 @@ mod tests {
             check(tiles::<Avx2>, false, most, 3..7);
         }
         // With words, of which those that are made never stream.
-        check(|n, most| n.div_ceil(most), true, WORD_ROWS, 3..5);
-        assert!((1..=stream_rows(true)).all(|n| n.div_ceil(n.div_ceil(WORD_ROWS)) <= WORD_ROWS));
+        for most in WORD_ROWS {
+            check(|n, most| n.div_ceil(most), true, most, 3..most + 1);
+            assert!((1..=stream_rows(true)).all(|n| n.div_ceil(n.div_ceil(most)) <= most));
+        }
     }
 }

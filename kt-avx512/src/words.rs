@@ -267,8 +267,9 @@ impl Kind {
     }
 }
 
-/// Rows of the largest tile: sums of products, of these times scales, and totals are 24 registers then.
-pub(crate) const WORD_ROWS: usize = 4;
+/// Rows of the largest tile: sums of products, of these times scales, and totals are 24 registers then. The second: of tall ones, where eight sums are too few for two
+/// products a cycle. Their totals are in memory, or the type's words need no sums beside them.
+pub(crate) const WORD_ROWS: [usize; 2] = [4, 6];
 
 /// Panels of a tile.
 const P: usize = 2;
@@ -329,7 +330,11 @@ macro_rules! row {
     (of_type_total, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
             "vpxord ", $a, ", ", $a, ", zmm30\n", "vpxord ", $b, ", ", $b, ", zmm30\n", "vpmaddwd ", $a, ", ", $a, ", zmm24\n",
-            "vpmaddwd ", $b, ", ", $b, ", zmm25\n",
+            "vpmaddwd ", $b, ", ", $b, ", zmm25\n", row!(of_type_end, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (of_type_end, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
             "vbroadcastss ", $x, ", dword ptr [{unit} + ", $r, "*{row}]\n", "vcvtdq2ps ", $a, ", ", $a, "\n", "vcvtdq2ps ", $b, ", ", $b, "\n",
             "vfmadd231ps ", $p, ", ", $a, ", ", $x, "\n", "vfmadd231ps ", $q, ", ", $b, ", ", $x, "\n"
         )
@@ -338,6 +343,51 @@ macro_rules! row {
         concat!(
             "vbroadcastss ", $x, ", dword ptr [{unit} + ", $r, "*{row}]\n", "vcvtdq2ps ", $s, ", ", $s, "\n",
             "vfmadd231ps ", $p, ", ", $s, ", ", $x, "\n", "vcvtdq2ps ", $t, ", ", $t, "\n", "vfmadd231ps ", $q, ", ", $t, ", ", $x, "\n"
+        )
+    };
+    // Of tall tiles, row by row: what is due before the first line of a group, after the group before that.
+    (begin_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(begin, $r, $a, $b, $s, $t, $p, $q, $x), row!(first, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (up_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(up, $r, $a, $b, $s, $t, $p, $q, $x), row!(first, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (of_type_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vpxord ", $a, ", ", $a, ", zmm30\n", "vpxord ", $b, ", ", $b, ", zmm30\n", "vpmaddwd ", $a, ", ", $a, ", zmmword ptr [{words}]\n",
+            "vpmaddwd ", $b, ", ", $b, ", zmmword ptr [{others}]\n", row!(of_type_end, $r, $a, $b, $s, $t, $p, $q, $x), row!(begin_first, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (scale_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(scale_at, $r, $a, $b, $s, $t, $p, $q, $x), "vpbroadcastd ", $a, ", dword ptr [{n} + 12 + 4 + ", $r, "*{row}]\n", "vmovdqa64 ", $b, ", ", $a, "\n",
+            row!(first, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (scale_first_minima, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(scale_at, $r, $a, $b, $s, $t, $p, $q, $x), "vpbroadcastd ", $x, ", dword ptr [{n} + 12 + ", $r, "*{row}]\n",
+            "vpdpwssd ", $s, ", ", $x, ", zmmword ptr [{words} + 64]\n", "vpdpwssd ", $t, ", ", $x, ", zmmword ptr [{others} + 64]\n",
+            "vpbroadcastd ", $a, ", dword ptr [{n} + 16 + 4 + ", $r, "*{row}]\n", "vmovdqa64 ", $b, ", ", $a, "\n", row!(first, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (scale_at, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vpbroadcastd ", $x, ", dword ptr [{n} + ", $r, "*{row}]\n", "vpmulhrsw ", $a, ", ", $a, ", ", $x, "\n", "vpmulhrsw ", $b, ", ", $b, ", ", $x, "\n",
+            "vpdpwssd ", $s, ", ", $a, ", zmmword ptr [{words}]\n", "vpdpwssd ", $t, ", ", $b, ", zmmword ptr [{others}]\n"
+        )
+    };
+    // The same with totals in memory, at `{totals}`.
+    (total_in_memory, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vbroadcastss ", $x, ", dword ptr [{unit} + ", $r, "*{row}]\n", "vcvtdq2ps ", $s, ", ", $s, "\n", "vcvtdq2ps ", $t, ", ", $t, "\n",
+            "vfmadd213ps ", $s, ", ", $x, ", zmmword ptr [{totals} + ", $r, "*128]\n",
+            "vfmadd213ps ", $t, ", ", $x, ", zmmword ptr [{totals} + ", $r, "*128 + 64]\n",
+            "vmovaps zmmword ptr [{totals} + ", $r, "*128], ", $s, "\n", "vmovaps zmmword ptr [{totals} + ", $r, "*128 + 64], ", $t, "\n"
         )
     };
 }
@@ -357,30 +407,57 @@ macro_rules! rows {
     (4, $op:ident) => {
         concat!(rows!(3, $op), row!($op, 3, "zmm6", "zmm7", "zmm14", "zmm15", "zmm22", "zmm23", "zmm29"))
     };
+    // Of tall tiles, whose sums times scales, or whose totals if there are none, have other registers.
+    (5, $op:ident) => {
+        concat!(
+            row!($op, 0, "zmm0", "zmm1", "zmm12", "zmm13", "zmm12", "zmm13", "zmm28"),
+            row!($op, 1, "zmm2", "zmm3", "zmm14", "zmm15", "zmm14", "zmm15", "zmm29"),
+            row!($op, 2, "zmm4", "zmm5", "zmm16", "zmm17", "zmm16", "zmm17", "zmm28"),
+            row!($op, 3, "zmm6", "zmm7", "zmm18", "zmm19", "zmm18", "zmm19", "zmm29"),
+            row!($op, 4, "zmm8", "zmm9", "zmm20", "zmm21", "zmm20", "zmm21", "zmm28")
+        )
+    };
+    (6, $op:ident) => {
+        concat!(rows!(5, $op), row!($op, 5, "zmm10", "zmm11", "zmm22", "zmm23", "zmm22", "zmm23", "zmm29"))
+    };
 }
 
-/// The products of a group, whose lines begin at `{first}` and `{second}`; goes on to the next one.
+/// The products of lines of 16 outputs x 4 columns, or of nibbles of 8, that begin with these columns of a group, and what else there is to do with each row of the first of
+/// such 4 columns.
+#[rustfmt::skip]
+macro_rules! lines {
+    ($r:tt, nibbles, $op:ident, $columns:literal) => {
+        concat!(
+            ".irp k, ", $columns, "\n", "vmovdqu64 zmm26, zmmword ptr [{first} + 8*\\k]\n", "vmovdqu64 zmm27, zmmword ptr [{second} + 8*\\k]\n",
+            "vpandq zmm24, zmm26, zmm31\n", "vpandq zmm25, zmm27, zmm31\n", rows!($r, $op), "vpsrlw zmm26, zmm26, 4\n", "vpsrlw zmm27, zmm27, 4\n",
+            "vpandq zmm24, zmm26, zmm31\n", "vpandq zmm25, zmm27, zmm31\n", rows!($r, second), ".endr\n"
+        )
+    };
+    ($r:tt, bytes, $op:ident, $columns:literal) => {
+        concat!(
+            ".irp k, ", $columns, "\n", "vmovdqu64 zmm24, zmmword ptr [{first} + 16*\\k]\n", "vmovdqu64 zmm25, zmmword ptr [{second} + 16*\\k]\n",
+            rows!($r, $op), ".endr\n"
+        )
+    };
+}
+
+/// The products of a group, whose lines begin at `{first}` and `{second}`, and what else there is to do with each row of its first line; goes on to the next one.
 #[rustfmt::skip]
 macro_rules! products {
-    ($r:tt, nibbles, 32) => {
+    ($r:tt, nibbles, 32, $op:ident) => {
         concat!(
-            ".irp k, 0, 8, 16, 24\n", "vmovdqu64 zmm26, zmmword ptr [{first} + 8*\\k]\n", "vmovdqu64 zmm27, zmmword ptr [{second} + 8*\\k]\n",
-            "vpandq zmm24, zmm26, zmm31\n", "vpandq zmm25, zmm27, zmm31\n", rows!($r, first), "vpsrlw zmm26, zmm26, 4\n", "vpsrlw zmm27, zmm27, 4\n",
-            "vpandq zmm24, zmm26, zmm31\n", "vpandq zmm25, zmm27, zmm31\n", rows!($r, second), ".endr\n", "add {first}, 256\n", "add {second}, 256\n",
+            lines!($r, nibbles, $op, "0"), lines!($r, nibbles, first, "8, 16, 24"), "add {first}, 256\n", "add {second}, 256\n", "add {x}, 32\n"
+        )
+    };
+    ($r:tt, bytes, 32, $op:ident) => {
+        concat!(
+            lines!($r, bytes, $op, "0"), lines!($r, bytes, first, "4, 8, 12, 16, 20, 24, 28"), "add {first}, 512\n", "add {second}, 512\n",
             "add {x}, 32\n"
         )
     };
-    ($r:tt, bytes, 32) => {
+    ($r:tt, bytes, 16, $op:ident) => {
         concat!(
-            ".irp k, 0, 4, 8, 12, 16, 20, 24, 28\n", "vmovdqu64 zmm24, zmmword ptr [{first} + 16*\\k]\n",
-            "vmovdqu64 zmm25, zmmword ptr [{second} + 16*\\k]\n", rows!($r, first), ".endr\n", "add {first}, 512\n", "add {second}, 512\n",
-            "add {x}, 32\n"
-        )
-    };
-    ($r:tt, bytes, 16) => {
-        concat!(
-            ".irp k, 0, 4, 8, 12\n", "vmovdqu64 zmm24, zmmword ptr [{first} + 16*\\k]\n", "vmovdqu64 zmm25, zmmword ptr [{second} + 16*\\k]\n",
-            rows!($r, first), ".endr\n", "add {first}, 256\n", "add {second}, 256\n", "add {x}, 16\n"
+            lines!($r, bytes, $op, "0"), lines!($r, bytes, first, "4, 8, 12"), "add {first}, 256\n", "add {second}, 256\n", "add {x}, 16\n"
         )
     };
 }
@@ -412,19 +489,81 @@ macro_rules! kind {
 /// The products of 32 columns, of one group or of two of 16, whose sums then are words.
 #[rustfmt::skip]
 macro_rules! columns {
-    ($r:tt, $codes:ident, 16) => {
+    (5, $codes:ident, 16, $op:ident) => {
+        concat!(products!(5, $codes, 16, $op), products!(5, $codes, 16, up_first), "add {n}, 8\n")
+    };
+    (6, $codes:ident, 16, $op:ident) => {
+        concat!(products!(6, $codes, 16, $op), products!(6, $codes, 16, up_first), "add {n}, 8\n")
+    };
+    ($r:tt, $codes:ident, 16, $op:ident) => {
+        concat!(products!($r, $codes, 16, $op), rows!($r, up), products!($r, $codes, 16, first), "add {n}, 8\n")
+    };
+    ($r:tt, $codes:ident, 32, $op:ident) => {
+        concat!(products!($r, $codes, 32, $op), "add {n}, 4\n")
+    };
+}
+
+/// The products of a block, and what there is to do with them, by words that the type has. In tall tiles what is due after a group is done with the first line of the next one, row
+/// by row: all at once it would take the place of products, of which there are as many as all else together.
+#[rustfmt::skip]
+macro_rules! block_of_type {
+    (tall $r:tt, $codes:ident, $group:tt) => {
         concat!(
-            products!($r, $codes, 16), rows!($r, up), products!($r, $codes, 16), "add {n}, 8\n"
+            columns!($r, $codes, $group, begin_first), "dec {groups}\n", "2:\n", columns!($r, $codes, $group, of_type_first), "add {words}, 64\n",
+            "add {others}, 64\n", "add {unit}, 4\n", "dec {groups}\n", "jnz 2b\n", "vmovdqu64 zmm24, zmmword ptr [{words}]\n",
+            "vmovdqu64 zmm25, zmmword ptr [{others}]\n", rows!($r, of_type_total)
         )
     };
-    ($r:tt, $codes:ident, 32) => {
-        concat!(products!($r, $codes, 32), "add {n}, 4\n")
+    (5, $codes:ident, $group:tt) => {
+        block_of_type!(tall 5, $codes, $group)
+    };
+    (6, $codes:ident, $group:tt) => {
+        block_of_type!(tall 6, $codes, $group)
+    };
+    ($r:tt, $codes:ident, $group:tt) => {
+        concat!(
+            "2:\n", rows!($r, begin), columns!($r, $codes, $group, first), "vmovdqu64 zmm24, zmmword ptr [{words}]\n",
+            "vmovdqu64 zmm25, zmmword ptr [{others}]\n", rows!($r, of_type_total), "add {words}, 64\n", "add {others}, 64\n", "add {unit}, 4\n",
+            "dec {groups}\n", "jnz 2b\n"
+        )
+    };
+}
+
+/// The same by words that were made.
+#[rustfmt::skip]
+macro_rules! block {
+    (tall $r:tt, $codes:ident, $group:tt, $minima:tt, $op:ident, $after:literal) => {
+        concat!(
+            products!($r, $codes, $group, begin_first), products!($r, $codes, $group, up_first), "dec {pairs}\n", "2:\n",
+            products!($r, $codes, $group, $op), $after, products!($r, $codes, $group, up_first), "dec {pairs}\n", "jnz 2b\n",
+            "vmovdqu64 zmm24, zmmword ptr [{words}]\n", "vmovdqu64 zmm25, zmmword ptr [{others}]\n", rows!($r, scale), minima!($r, $minima),
+            rows!($r, total_in_memory)
+        )
+    };
+    (tall $r:tt, $codes:ident, $group:tt, true) => {
+        block!(tall $r, $codes, $group, true, scale_first_minima, "add {words}, 128\nadd {others}, 128\nadd {n}, 16\n")
+    };
+    (tall $r:tt, $codes:ident, $group:tt, false) => {
+        block!(tall $r, $codes, $group, false, scale_first, "add {words}, 64\nadd {others}, 64\nadd {n}, 12\n")
+    };
+    (5, $codes:ident, $group:tt, $minima:tt) => {
+        block!(tall 5, $codes, $group, $minima)
+    };
+    (6, $codes:ident, $group:tt, $minima:tt) => {
+        block!(tall 6, $codes, $group, $minima)
+    };
+    ($r:tt, $codes:ident, $group:tt, $minima:tt) => {
+        concat!(
+            "2:\n", rows!($r, begin), products!($r, $codes, $group, first), rows!($r, up), products!($r, $codes, $group, first),
+            "vmovdqu64 zmm24, zmmword ptr [{words}]\n", "vmovdqu64 zmm25, zmmword ptr [{others}]\n", rows!($r, scale), minima!($r, $minima),
+            "dec {pairs}\n", "jnz 2b\n", rows!($r, total)
+        )
     };
 }
 
 /// Defines a tile of so many rows, of words that the type has.
 macro_rules! tile_of_type {
-    ($name:ident, $r:tt, $codes:ident, $group:tt, [$($total:tt: $i:tt),*]) => {
+    ($name:ident, $r:tt, $codes:ident, $group:tt, [$($total:tt: $i:tt),*] $($other:tt)*) => {
         /// A tile of that many rows.
         ///
         /// # Safety
@@ -449,21 +588,12 @@ macro_rules! tile_of_type {
                         "vpsrlw zmm31, zmm31, 12",
                         "vpsllw zmm24, zmm31, 8",
                         "vpord zmm31, zmm31, zmm24",
-                        "2:",
-                        rows!($r, begin),
-                        columns!($r, $codes, $group),
-                        "vmovdqu64 zmm24, zmmword ptr [{words}]",
-                        "vmovdqu64 zmm25, zmmword ptr [{others}]",
-                        rows!($r, of_type_total),
-                        "add {words}, 64",
-                        "add {others}, 64",
-                        "add {unit}, 4",
-                        "dec {groups}",
-                        "jnz 2b",
+                        block_of_type!($r, $codes, $group),
                         first = inout(reg) first, second = inout(reg) second, words = inout(reg) words, others = inout(reg) others,
                         n = inout(reg) n, x = inout(reg) x, unit = inout(reg) unit, groups = inout(reg) groups,
                         row = const KIND.inputs().block_bytes(),
                         $(inout($total) totals[$i],)*
+                        $(out($other) _,)*
                         out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
                         out("zmm7") _, out("zmm24") _, out("zmm25") _, out("zmm26") _,
                         out("zmm27") _, out("zmm28") _, out("zmm29") _, out("zmm30") _, out("zmm31") _,
@@ -485,6 +615,13 @@ macro_rules! tiles_of_type {
             tile_of_type!(four, 4, $codes, $group, [
                 "zmm16": 0, "zmm17": 1, "zmm18": 2, "zmm19": 3, "zmm20": 4, "zmm21": 5, "zmm22": 6, "zmm23": 7
             ]);
+            tile_of_type!(five, 5, $codes, $group, [
+                "zmm12": 0, "zmm13": 1, "zmm14": 2, "zmm15": 3, "zmm16": 4, "zmm17": 5, "zmm18": 6, "zmm19": 7, "zmm20": 8, "zmm21": 9
+            ] "zmm8" "zmm9");
+            tile_of_type!(six, 6, $codes, $group, [
+                "zmm12": 0, "zmm13": 1, "zmm14": 2, "zmm15": 3, "zmm16": 4, "zmm17": 5, "zmm18": 6, "zmm19": 7, "zmm20": 8, "zmm21": 9,
+                "zmm22": 10, "zmm23": 11
+            ] "zmm8" "zmm9" "zmm10" "zmm11");
 
             /// Runs that of `r` rows.
             ///
@@ -496,6 +633,8 @@ macro_rules! tiles_of_type {
                     match r {
                         3 => three(t),
                         4 => four(t),
+                        5 => five(t),
+                        6 => six(t),
                         r => unreachable!("no tile of {r} rows"),
                     }
                 }
@@ -506,7 +645,7 @@ macro_rules! tiles_of_type {
 
 /// Defines a tile of so many rows.
 macro_rules! tile {
-    ($name:ident, $r:tt, $codes:ident, $group:tt, $minima:tt, [$($total:tt: $i:tt),*]) => {
+    ($name:ident, $r:tt, $codes:ident, $group:tt, $minima:tt, [$($total:tt: $i:tt),*] $($other:tt)*) => {
         /// A tile of that many rows.
         ///
         /// # Safety
@@ -527,27 +666,19 @@ macro_rules! tile {
                         "vpsrlw zmm31, zmm31, 12",
                         "vpsllw zmm30, zmm31, 8",
                         "vpord zmm31, zmm31, zmm30",
+                        // Not all tiles have it.
+                        "/* {totals} */",
                         rows!($r, clear),
-                        "2:",
-                        rows!($r, begin),
-                        products!($r, $codes, $group),
-                        rows!($r, up),
-                        products!($r, $codes, $group),
-                        "vmovdqu64 zmm24, zmmword ptr [{words}]",
-                        "vmovdqu64 zmm25, zmmword ptr [{others}]",
-                        rows!($r, scale),
-                        minima!($r, $minima),
-                        "dec {pairs}",
-                        "jnz 2b",
-                        rows!($r, total),
+                        block!($r, $codes, $group, $minima),
                         first = inout(reg) first, second = inout(reg) second, words = inout(reg) words, others = inout(reg) others,
                         n = inout(reg) n, x = inout(reg) x, unit = in(reg) unit, pairs = inout(reg) pairs, row = const KIND.inputs().block_bytes(),
+                        totals = in(reg) totals.as_mut_ptr(),
                         $(inout($total) totals[$i],)*
                         out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
                         out("zmm7") _, out("zmm8") _, out("zmm9") _, out("zmm10") _, out("zmm11") _, out("zmm12") _,
-                        out("zmm13") _, out("zmm14") _, out("zmm15") _, out("zmm24") _, out("zmm25") _, out("zmm26") _,
+                        out("zmm13") _, out("zmm14") _, out("zmm15") _, $(out($other) _,)* out("zmm24") _, out("zmm25") _, out("zmm26") _,
                         out("zmm27") _, out("zmm28") _, out("zmm29") _, out("zmm30") _, out("zmm31") _,
-                        options(nostack, readonly),
+                        options(nostack),
                     );
                     let _ = (first, second, words, others, n, x, pairs);
                 });
@@ -567,6 +698,10 @@ macro_rules! tiles {
             tile!(four, 4, $codes, $group, $minima, [
                 "zmm16": 0, "zmm17": 1, "zmm18": 2, "zmm19": 3, "zmm20": 4, "zmm21": 5, "zmm22": 6, "zmm23": 7
             ]);
+            tile!(five, 5, $codes, $group, $minima, []
+                "zmm16" "zmm17" "zmm18" "zmm19" "zmm20" "zmm21" "zmm22" "zmm23");
+            tile!(six, 6, $codes, $group, $minima, []
+                "zmm16" "zmm17" "zmm18" "zmm19" "zmm20" "zmm21" "zmm22" "zmm23");
 
             /// Runs that of `r` rows.
             ///
@@ -580,6 +715,8 @@ macro_rules! tiles {
                         2 => two(t),
                         3 => three(t),
                         4 => four(t),
+                        5 => five(t),
+                        6 => six(t),
                         r => unreachable!("no tile of {r} rows"),
                     }
                 }
@@ -635,6 +772,11 @@ unsafe fn tile_of<const N: usize, const KEPT: bool>(
     assert!(t.first_block.is_multiple_of(chunk_blocks));
     t.check_words(rows, block_bytes, t.blocks.div_ceil(chunk_blocks) * chunk_bytes, row_bytes);
     let out = t.out.as_mut_ptr();
+    // Which outputs of a panel there are.
+    let masks: [u16; P] = std::array::from_fn(|p| match t.width.saturating_sub(p * PANEL) {
+        PANEL.. => !0,
+        n => (1 << n) - 1,
+    });
     for tile in 0..t.row_tiles {
         let first = tile * rows;
         let mut parts = [_mm512_setzero_ps(); N];
@@ -643,16 +785,13 @@ unsafe fn tile_of<const N: usize, const KEPT: bool>(
         let mut x = t.inputs.as_ptr().wrapping_add(first * row_bytes);
         let mut words = t.panel.as_ptr();
         let mut units = words;
-        let outputs = |i: usize| {
-            let (r, n) = (first + i / P, t.width.saturating_sub(i % P * PANEL));
-            let mask = if n >= PANEL { !0 } else { (1 << n) - 1 };
-            (out.wrapping_add(r * t.out_stride + i % P * PANEL), mask)
-        };
+        let out_at = |r: usize, p: usize| out.wrapping_add((first + r) * t.out_stride + p * PANEL);
         if KEPT && t.first_block > 0 {
-            for (i, total) in totals.iter_mut().enumerate() {
-                let (out, mask) = outputs(i);
-                // SAFETY: `check_words` saw that `width` outputs of all rows fit; lanes beyond are masked off and not touched.
-                *total = unsafe { _mm512_maskz_loadu_ps(mask, out) };
+            for (r, totals) in totals.as_chunks_mut::<P>().0.iter_mut().enumerate() {
+                for (p, total) in totals.iter_mut().enumerate() {
+                    // SAFETY: `check_words` saw that `width` outputs of all rows fit; lanes beyond are masked off and not touched.
+                    *total = unsafe { _mm512_maskz_loadu_ps(masks[p], out_at(r, p)) };
+                }
             }
         }
         for i in 0..t.blocks {
@@ -670,20 +809,23 @@ unsafe fn tile_of<const N: usize, const KEPT: bool>(
             if (i + 1) & (chunk_blocks - 1) == 0 || i + 1 == t.blocks {
                 // SAFETY: the units of both panels, which are a line before the words of a chunk.
                 let units = of_both(units, t.panel_stride).map(|at| unsafe { _mm512_loadu_ps(at.cast()) });
-                let begun = t.first_block + i >= chunk_blocks;
-                for ((i, total), part) in totals.iter_mut().enumerate().zip(parts) {
-                    if KEPT {
-                        *total = _mm512_fmadd_ps(part, units[i % P], *total);
-                        continue;
-                    }
-                    let (out, mask) = outputs(i);
-                    // SAFETY: as above.
-                    unsafe {
-                        let before = _mm512_maskz_loadu_ps(if begun { mask } else { 0 }, out);
-                        _mm512_mask_storeu_ps(out, mask, _mm512_fmadd_ps(part, units[i % P], before));
+                let begun = if t.first_block + i >= chunk_blocks { masks } else { [0; P] };
+                let rows = totals.as_chunks_mut::<P>().0.iter_mut().zip(parts.as_chunks_mut::<P>().0);
+                for (r, (totals, parts)) in rows.enumerate() {
+                    for p in 0..P {
+                        let part = std::mem::replace(&mut parts[p], _mm512_setzero_ps());
+                        if KEPT {
+                            totals[p] = _mm512_fmadd_ps(part, units[p], totals[p]);
+                            continue;
+                        }
+                        let out = out_at(r, p);
+                        // SAFETY: as above.
+                        unsafe {
+                            let before = _mm512_maskz_loadu_ps(begun[p], out);
+                            _mm512_mask_storeu_ps(out, masks[p], _mm512_fmadd_ps(part, units[p], before));
+                        }
                     }
                 }
-                parts = [_mm512_setzero_ps(); N];
             }
             line = line.wrapping_add(block_bytes);
             // No division: the next lines would wait for it.
@@ -693,10 +835,11 @@ unsafe fn tile_of<const N: usize, const KEPT: bool>(
             x = x.wrapping_add(t.input_stride);
         }
         if KEPT {
-            for (i, total) in totals.iter().enumerate() {
-                let (out, mask) = outputs(i);
-                // SAFETY: as above.
-                unsafe { _mm512_mask_storeu_ps(out, mask, *total) };
+            for (r, totals) in totals.as_chunks::<P>().0.iter().enumerate() {
+                for (p, total) in totals.iter().enumerate() {
+                    // SAFETY: as above.
+                    unsafe { _mm512_mask_storeu_ps(out_at(r, p), masks[p], *total) };
+                }
             }
         }
     }

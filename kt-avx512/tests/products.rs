@@ -62,8 +62,8 @@ fn kernels() -> Vec<Avx> {
     let kernels = TIERS.into_iter().filter(|t| tiers.contains(t)).flat_map(|tier| {
         let kernel = Avx::detect(tier).expect("this CPU has the tier");
         assert_eq!(kernel.tier(), tier);
-        let all = [Ports::Own, Ports::Shared].map(|ports| kernel.with_ports(ports));
-        all.into_iter().take(if tier < Tier::Avx512Vnni { 1 } else { 2 })
+        let all = [Ports::Own, Ports::Double, Ports::Shared].map(|ports| kernel.with_ports(ports));
+        all.into_iter().take(if tier < Tier::Avx512Vnni { 1 } else { 3 })
     });
     kernels.collect()
 }
@@ -72,7 +72,7 @@ fn kernels() -> Vec<Avx> {
 fn bf16_instructions_are_used_where_they_are_worth_it() {
     for kernel in kernels() {
         let (layout, how) = kernel.accepts(Format::Fp8Block, 128, 128).expect("accepted");
-        let own = kernel.tier() == Tier::Avx512Bf16 && kernel == kernel.with_ports(Ports::Own);
+        let own = kernel.tier() == Tier::Avx512Bf16 && kernel != kernel.with_ports(Ports::Shared);
         assert_eq!(layout, if own { InputLayout::Bf16 } else { InputLayout::F32 }, "{kernel:?}");
         let named = how.starts_with("vdpbf16ps");
         assert_eq!(named, own, "{how}");

@@ -59,7 +59,7 @@ fn kernels() -> Vec<Llamafile> {
     for tier in [Tier::Avx2, Tier::AvxVnni, Tier::Avx512, Tier::Avx512Vnni] {
         match Llamafile::detect(tier) {
             Ok(k) if k.tier() == tier && tier == Tier::Avx512Vnni => {
-                kernels.extend([Ports::Own, Ports::Shared].map(|ports| k.with_ports(ports)));
+                kernels.extend([Ports::Own, Ports::Double, Ports::Shared].map(|ports| k.with_ports(ports)));
             }
             Ok(k) if k.tier() == tier => kernels.push(k),
             _ => println!("skipped {tier}: this CPU lacks {}", tier.missing().join(", ")),
