@@ -13,7 +13,6 @@
 #![allow(unsafe_code)] // kernel
 
 use std::marker::PhantomData;
-use std::ops::Range;
 
 use kt_core::cpu::input::{BLOCK, WORD_ZERO};
 
@@ -360,6 +359,9 @@ pub(crate) const fn one_stream<L: Lines, S: Scale, const XG: usize, const WG: us
     }
 }
 
+/// Lines of a panel that steps share, at most: operands of 32 columns with five bits.
+const MOST_SHARED: usize = 5;
+
 /// The low nibble of each byte.
 const LOW_NIBBLES: i32 = 0x0f0f_0f0f;
 
@@ -510,7 +512,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 // By hand: of several panels compilers keep a loop, and find out at each step which lines begin there.
                 assert!(matches!(steps, 2 | 4));
                 if ASKS {
-                    Self::ask_lines(t, *line, at.ahead, 0..P, s * steps..(s + 1) * steps);
+                    Self::ask_shared(t, *line, at.ahead, steps);
                 }
                 add!(0, false);
                 add!(1, false);
@@ -565,20 +567,37 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         [first.wrapping_add(at), second.wrapping_add(at)]
     }
 
-    /// Asks for the lines of some panels that begin with some steps, eight of a plane at most, in the order of addresses if panels take turns.
+    /// Asks for the lines that begin with a step, counted from those of the first one, which begin at `line`: two of a plane at most.
     #[inline(always)]
-    fn ask_lines(t: &Tile<'_>, line: [*const u8; 2], ahead: [usize; 2], panels: Range<usize>, steps: Range<usize>) {
+    fn ask_step(t: &Tile<'_>, line: [*const u8; 2], ahead: [usize; 2], step: usize) {
         for i in 0..2 {
+            // No loop: compilers would keep it.
             let bytes = L::PLANES[i];
-            let lines = (steps.start * bytes).div_ceil(LINE)..(steps.end * bytes).div_ceil(LINE);
-            let asked = if L::BUNDLE > 1 { 1 } else { P };
-            // So many that compilers unroll it; a loop over the lines themselves they would keep.
-            for n in 0..8 {
-                for p in panels.clone() {
-                    if n < lines.len() {
-                        let at = Self::of_panel(t, line, p)[i]
-                            .wrapping_add(Steps::<L, XG>::spread((lines.start + n) * LINE));
-                        t.ahead.ask_line(at, ahead[i], asked);
+            let (first, end) = ((step * bytes).div_ceil(LINE), ((step + 1) * bytes).div_ceil(LINE));
+            let at = |n: usize| line[i].wrapping_add(Steps::<L, XG>::spread(n * LINE));
+            let panels = if L::BUNDLE > 1 { 1 } else { P };
+            if first < end {
+                t.ahead.ask_line(at(first), ahead[i], panels);
+            }
+            if first + 1 < end {
+                t.ahead.ask_line(at(first + 1), ahead[i], panels);
+            }
+        }
+    }
+
+    /// Asks for the lines that steps share, from the first one on, which begins at `line`: in the order of addresses, if panels take turns, and not panel by panel, of which
+    /// the hardware would not see that they are one stream.
+    #[inline(always)]
+    fn ask_shared(t: &Tile<'_>, line: [*const u8; 2], ahead: [usize; 2], steps: usize) {
+        let panels = if L::BUNDLE > 1 { 1 } else { P };
+        for i in 0..2 {
+            let lines = (steps * L::PLANES[i]).div_ceil(LINE);
+            // So many that compilers unroll it; a loop over as many as there are they would keep.
+            for n in 0..MOST_SHARED {
+                for p in 0..P {
+                    if n < lines {
+                        let at = Self::of_panel(t, line, p)[i].wrapping_add(Steps::<L, XG>::spread(n * LINE));
+                        t.ahead.ask_line(at, ahead[i], panels);
                     }
                 }
             }
@@ -603,10 +622,10 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let Place { x, input_bytes, ahead } = at;
         let mut w = [[isa.splat(0); 2]; P];
         for (p, w) in w.iter_mut().enumerate() {
-            if ASKS {
-                Self::ask_lines(t, line, ahead, p..p + 1, step..step + 1);
-            }
             let line = Self::of_panel(t, line, p);
+            if ASKS {
+                Self::ask_step(t, line, ahead, step);
+            }
             // SAFETY: a step of panel `p`, by the caller's promise.
             *w = unsafe {
                 if apart {
