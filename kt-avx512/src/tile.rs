@@ -590,14 +590,14 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     #[inline(always)]
     fn ask_shared(t: &Tile<'_>, line: [*const u8; 2], ahead: [usize; 2], steps: usize) {
         let panels = if L::BUNDLE > 1 { 1 } else { P };
-        for i in 0..2 {
+        for (i, &ahead) in ahead.iter().enumerate() {
             let lines = (steps * L::PLANES[i]).div_ceil(LINE);
             // So many that compilers unroll it; a loop over as many as there are they would keep.
             for n in 0..MOST_SHARED {
                 for p in 0..P {
                     if n < lines {
                         let at = Self::of_panel(t, line, p)[i].wrapping_add(Steps::<L, XG>::spread(n * LINE));
-                        t.ahead.ask_line(at, ahead[i], panels);
+                        t.ahead.ask_line(at, ahead, panels);
                     }
                 }
             }

@@ -653,7 +653,7 @@ macro_rules! tile {
         #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
         unsafe fn $name(t: &mut Tile<'_>) {
             const KIND: Kind = kind!($codes, $group, Words::Made { minima: $minima });
-            // SAFETY: the instructions by the caller's promise; `block` reads what `tile_of` says is there.
+            // SAFETY: the instructions by the caller's promise; `block` reads what `tile_of` says is there, and writes `totals`.
             unsafe {
                 tile_of::<{ 2 * $r }, false>(t, KIND, |at, totals| {
                     let [mut first, mut second] = at.lines;
