@@ -27,7 +27,7 @@ use crate::layout::LINE;
 /// CPUs that want other hints than the rest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cpu {
-    /// Family 1Ah of AMD; 19h is Zen 3 and 4.
+    /// Family 1Ah of AMD; 19h is Zen 3 and 4. Measured on server parts: some others have units of 256 bits.
     Zen5,
     /// Any of Intel's.
     Intel,

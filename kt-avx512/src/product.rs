@@ -183,7 +183,7 @@ const fn stream_panels<I: Isa, K: Path<I>>(rows: usize) -> usize {
 /// 24 GB/s a core, GB/s over four panels / over one: INT4 g32 at 2 · 3 · 4 rows 19.7/23.8 · 19.2/24.0 · 18.3/24.0; but from the second level, at four rows, 48/39.
 const ALONE_ROWS: usize = 3;
 
-/// Whether so many rows, more than [`Path::ONE_STREAM`], stream over one panel after another all the same.
+/// Whether so many rows stream over one panel after another on such a CPU, beyond [`Path::ONE_STREAM`] too, where there is such a stream at all.
 fn alone<I: Isa, K: Path<I>>(isa: I, rows: usize) -> bool {
     I::LARGE && K::ONE_STREAM > 0 && isa.ports() == Ports::Double && (2..=ALONE_ROWS).contains(&rows)
 }
