@@ -301,6 +301,8 @@ pub unsafe trait Isa: Copy {
     fn and(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// Bitwise.
     fn xor(self, a: Self::Int, b: Self::Int) -> Self::Int;
+    /// Adds words, without carries between them.
+    fn add_words(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// The low words of the products of words.
     fn mul_words(self, a: Self::Int, b: Self::Int) -> Self::Int;
     /// The products of signed words over 2^15, rounded: the nearest, upwards from the middle.

@@ -278,6 +278,8 @@ pub trait Scale: Copy {
     /// which share a scale of the inputs ([`Sums::Halves`](kt_core::cpu::input::Sums::Halves)). 1: that of a group and that of the input codes, for
     /// scales and minima ([`Sums::Words`](kt_core::cpu::input::Sums::Words)). [`Scale::load`] is then of what is above alone.
     const WORDS: usize = 0;
+    /// Whether scales, which then are signed bytes, are -32 to 31, and codes 0 to 7 with a zero point of 4: both together are bytes, to which lines may be unpacked.
+    const FOLDS: bool = false;
     /// The scales of a group, from its record and the one above it.
     ///
     /// # Safety

@@ -23,7 +23,7 @@ use crate::lines::{
 use crate::tile::{FloatTile, IntTile, Tile, int_asks, one_stream, scaled, scaled_blocks};
 use crate::tiled::{self, MOST_ROWS, PIECE, STREAM_ROWS, SUMS_SIZE, TILE_ROWS, stream_size};
 use crate::words::{
-    self, CHUNK_BLOCKS, Kind, Prepare, PrepareSupers, SUPER_BYTES, WORD_ROWS, chunk_bytes, scales_bytes,
+    self, CHUNK_BLOCKS, Kind, Prepare, PrepareSupers, WORD_ROWS, chunk_bytes, scales_bytes, supers_bytes,
 };
 
 /// Bytes of lines that tiles of rows pass over: most of a first-level cache of 48 KiB, all of one of 32.
@@ -277,7 +277,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const ONE_STREAM: usize = one_stream::<L, S, XG, WG>();
     const SCALED_BLOCKS: usize = if S::SPAN > 1 { S::SPAN } else { scaled_blocks::<S>() };
     const WIDENED: usize = 1;
-    const WORDS: [usize; 2] = if words_of_type::<I, S>() { [SUPER_BYTES, 0] } else { [0; 2] };
+    const WORDS: [usize; 2] = if words_of_type::<I, S>() { [supers_bytes(S::FOLDS), 0] } else { [0; 2] };
 
     fn asks(_: bool) -> usize {
         match I::TILES || words_of_type::<I, S>() {
@@ -345,7 +345,8 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         if const { I::TILES } {
             unreachable!("any number of these rows streams");
         } else if const { words_of_type::<I, S>() } {
-            isa.multiply_words(Kind { nibbles: !unpacked, group: XG, words: words::Words::OfType }, r, tile);
+            let words = if S::FOLDS { words::Words::Folded } else { words::Words::OfType };
+            isa.multiply_words(Kind { nibbles: !unpacked, group: XG, words }, r, tile);
         } else if const { in_assembly::<Self, I>() } && unpacked && taller::<I>(isa) {
             let kind = PhantomData;
             rows!(r, [4, 5, 6, 7], isa.run(IntTile::<Bytes<0, true>, S, XG, WG, false, R, 2> { tile, kind }))

@@ -3,6 +3,8 @@
 //! **Types that have them** (Q3_K, Q4_K, Q6_K): sums of products are words, multiplied by scales of one or two groups, become F32, and are scaled once more for
 //! 256 columns. The numbers are those of [`IntTile`](crate::tile::IntTile), bit for bit, in 2 to 7 % less time than what compilers make of it.
 //!
+//! Where codes times scales are bytes (Q3_K), lines are unpacked to these, which rounds nothing; beside products nothing is left then but the scales of the inputs.
+//!
 //! **Others, in calls of many rows**: a group's sum of products takes two multiplications beside its products if its scales are F32, one with that of the weights and one with that of the
 //! inputs, and one for a minimum. Here the sums of two groups are the words of a dword ([`InputLayout::Int8Words`]): one multiplication by both scales of the inputs, and
 //! one by both of the weights, which adds up the two as well, to sums of a block of 128 columns. For that, scales become integers: of the inputs relative to the largest
@@ -163,6 +165,36 @@ pub(crate) const SUPER_BYTES: usize = LINE + SUPER / BLOCK * SUPER_WORDS;
 /// Bytes of the words of a block: a line for 32 columns.
 const SUPER_WORDS: usize = BLOCK / 32 * LINE;
 
+/// The zero point of codes whose scales are [folded](Scale::FOLDS).
+const CODE_ZERO: i32 = 4;
+
+/// How many times that the zero point of codes times scales is: `(code - 4) * scale + 124` is a byte, 28 to 252, with scales of -32 to 31.
+const FOLDED: i32 = 31;
+
+/// Bytes of what [`PrepareSupers`] makes for 256 columns: a unit, and words, if scales are not [folded](Scale::FOLDS).
+pub(crate) const fn supers_bytes(folds: bool) -> usize {
+    if folds { LINE } else { SUPER_BYTES }
+}
+
+/// Makes the codes of a group, which are bytes, codes times scales, which are signed bytes.
+#[inline(always)]
+fn fold<I: Isa>(isa: I, scales: &[u8; PANEL], lines: &mut [u8]) {
+    // SAFETY: one for each output.
+    let scale = unsafe { isa.load_i8(scales.as_ptr()) };
+    let words = isa.words(scale, scale);
+    // What any code times the scale is not negative with, in both bytes of a word.
+    let add = isa.mul_words(isa.sub(isa.splat(FOLDED), scale), isa.splat(257 * CODE_ZERO));
+    let add = isa.words(add, add);
+    for line in lines.chunks_exact_mut(LINE) {
+        // SAFETY: a line.
+        unsafe {
+            // Both bytes of a word at once: in the end neither is more than a byte.
+            let codes = isa.mul_words(isa.load(line.as_ptr()), words);
+            isa.store(line.as_mut_ptr(), isa.add_words(codes, add));
+        }
+    }
+}
+
 /// Prepares some blocks of a panel as [`Prepare`] does, of types that have scales as words.
 pub(crate) struct PrepareSupers<'a, L, S, const G: usize, const UNPACK: bool> {
     pub layout: &'a Layout,
@@ -172,7 +204,7 @@ pub(crate) struct PrepareSupers<'a, L, S, const G: usize, const UNPACK: bool> {
     pub blocks: Range<usize>,
     /// Where their lines go.
     pub lines: &'a mut [u8],
-    /// Where their words go: [`SUPER_BYTES`] for each two.
+    /// Where their words go: [`supers_bytes`] for each two.
     pub words: &'a mut [u8],
     pub kind: PhantomData<(L, S)>,
 }
@@ -184,7 +216,8 @@ impl<L: Codes, S: Scale, const G: usize, const UNPACK: bool> Job for PrepareSupe
         let (layout, panel, step) = (self.layout, self.panel, self.layout.step());
         let start = self.blocks.start;
         let bytes = |at: usize, bytes: usize| panel[spread(at, step)..][..bytes].as_ptr();
-        let chunks = self.words.chunks_exact_mut(SUPER_BYTES);
+        assert!(!S::FOLDS || UNPACK && S::WORDS == 2 && S::RECORD == PANEL);
+        let chunks = self.words.chunks_exact_mut(const { supers_bytes(S::FOLDS) });
         assert!(start.is_multiple_of(2) && chunks.len() >= self.blocks.len().div_ceil(2));
         let line_bytes = PANEL * BLOCK;
         let mut record = layout.first_record(start);
@@ -196,12 +229,18 @@ impl<L: Codes, S: Scale, const G: usize, const UNPACK: bool> Job for PrepareSupe
                 isa.store(unit.as_mut_ptr(), isa.as_int(S::load(isa, above, above)));
                 S::factors(isa, above)
             };
-            for (block, words) in (first..self.blocks.end).zip(words.chunks_exact_mut(SUPER_WORDS)) {
+            let mut words = words.chunks_exact_mut(LINE);
+            for block in first..self.blocks.end.min(first + SUPER / BLOCK) {
                 if UNPACK {
                     let to = &mut self.lines[(block - start) * line_bytes..][..line_bytes];
-                    unpack::<I, L, G>(isa, layout, panel, block, to);
+                    unpack::<I, L, G>(isa, layout, panel, block, &mut *to);
+                    for lines in to.chunks_exact_mut(G * PANEL).take(if S::FOLDS { BLOCK / G } else { 0 }) {
+                        let scales = panel[spread(record, step)..].first_chunk().expect("packed otherwise");
+                        fold(isa, scales, lines);
+                        record += S::RECORD;
+                    }
                 }
-                for words in words.chunks_exact_mut(LINE) {
+                for words in words.by_ref().take(if S::FOLDS { 0 } else { SUPER_WORDS / LINE }) {
                     // SAFETY: all bytes of one record, or of two; and a line.
                     unsafe {
                         let scales = S::words(isa, bytes(record, S::WORDS * S::RECORD), factors);
@@ -233,6 +272,8 @@ pub struct Kind {
 pub enum Words {
     /// Scales that the type has as integers: inputs are [`InputLayout::Int8`] in groups of 32, with what [`Sums`] keeps of their halves if weights' groups are these.
     OfType,
+    /// None: the scales that the type has are [folded](Scale::FOLDS) into its codes. Inputs are the same.
+    Folded,
     /// Scales that became integers: inputs are [`InputLayout::Int8Words`].
     Made {
         /// Whether there are minima.
@@ -245,8 +286,8 @@ impl Kind {
     const fn inputs(self) -> InputLayout {
         match (self.words, self.group) {
             (Words::Made { minima }, group) => InputLayout::Int8Words { group, zero: 1, minima },
-            (Words::OfType, 16) => InputLayout::Int8 { group: 32, sums: Sums::Halves(1) },
-            (Words::OfType, _) => InputLayout::Int8 { group: 32, sums: Sums::Words(1) },
+            (Words::OfType | Words::Folded, 16) => InputLayout::Int8 { group: 32, sums: Sums::Halves(1) },
+            (Words::OfType | Words::Folded, _) => InputLayout::Int8 { group: 32, sums: Sums::Words(1) },
         }
     }
 
@@ -263,6 +304,7 @@ impl Kind {
                 (CHUNK_BLOCKS, chunk_bytes(self.group, minima), words)
             }
             Words::OfType => (SUPER / BLOCK, SUPER_BYTES, SUPER_WORDS),
+            Words::Folded => (SUPER / BLOCK, LINE, 0),
         }
     }
 }
@@ -337,6 +379,24 @@ macro_rules! row {
         concat!(
             "vbroadcastss ", $x, ", dword ptr [{unit} + ", $r, "*{row}]\n", "vcvtdq2ps ", $a, ", ", $a, "\n", "vcvtdq2ps ", $b, ", ", $b, "\n",
             "vfmadd231ps ", $p, ", ", $a, ", ", $x, "\n", "vfmadd231ps ", $q, ", ", $b, ", ", $x, "\n"
+        )
+    };
+    // Of codes times scales: what both halves of the 32 columns add, [`FOLDED`] times, without the 2^15 that the second one has.
+    (folded_begin, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vpbroadcastd ", $a, ", dword ptr [{n} + 4 + ", $r, "*{row}]\n", "vpsubd ", $a, ", ", $a, ", zmm30\n",
+            "vpaddd ", $a, ", ", $a, ", dword ptr [{n} + 8 + ", $r, "*{row}]{{1to16}}\n", "vpslld ", $b, ", ", $a, ", 5\n",
+            "vpsubd ", $a, ", ", $b, ", ", $a, "\n", "vmovdqa64 ", $b, ", ", $a, "\n"
+        )
+    };
+    (folded_begin_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(folded_begin, $r, $a, $b, $s, $t, $p, $q, $x), row!(first, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (folded_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(of_type_end, $r, $a, $b, $s, $t, $p, $q, $x), row!(folded_begin_first, $r, $a, $b, $s, $t, $p, $q, $x)
         )
     };
     (total, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
@@ -478,6 +538,9 @@ macro_rules! minima {
 
 /// The kind of tile.
 macro_rules! kind {
+    (bytes, folded, $words:expr) => {
+        Kind { nibbles: false, group: 16, words: Words::Folded }
+    };
     (nibbles, $group:tt, $words:expr) => {
         Kind { nibbles: true, group: $group, words: $words }
     };
@@ -486,9 +549,12 @@ macro_rules! kind {
     };
 }
 
-/// The products of 32 columns, of one group or of two of 16, whose sums then are words.
+/// The products of 32 columns, of one group or of two of 16, whose sums then are words, or of codes times scales.
 #[rustfmt::skip]
 macro_rules! columns {
+    ($r:tt, $codes:ident, folded, $op:ident) => {
+        concat!(products!($r, $codes, 32, $op), "add {n}, 8\n")
+    };
     (5, $codes:ident, 16, $op:ident) => {
         concat!(products!(5, $codes, 16, $op), products!(5, $codes, 16, up_first), "add {n}, 8\n")
     };
@@ -507,6 +573,24 @@ macro_rules! columns {
 /// by row: all at once it would take the place of products, of which there are as many as all else together.
 #[rustfmt::skip]
 macro_rules! block_of_type {
+    (5, $codes:ident, folded) => {
+        block_of_type!(tall_folded 5, $codes)
+    };
+    (6, $codes:ident, folded) => {
+        block_of_type!(tall_folded 6, $codes)
+    };
+    (tall_folded $r:tt, $codes:ident) => {
+        concat!(
+            columns!($r, $codes, folded, folded_begin_first), "dec {groups}\n", "2:\n", columns!($r, $codes, folded, folded_first),
+            "add {unit}, 4\n", "dec {groups}\n", "jnz 2b\n", rows!($r, of_type_end)
+        )
+    };
+    ($r:tt, $codes:ident, folded) => {
+        concat!(
+            "2:\n", rows!($r, folded_begin), columns!($r, $codes, folded, first), rows!($r, of_type_end), "add {unit}, 4\n",
+            "dec {groups}\n", "jnz 2b\n"
+        )
+    };
     (tall $r:tt, $codes:ident, $group:tt) => {
         concat!(
             columns!($r, $codes, $group, begin_first), "dec {groups}\n", "2:\n", columns!($r, $codes, $group, of_type_first), "add {words}, 64\n",
@@ -588,6 +672,8 @@ macro_rules! tile_of_type {
                         "vpsrlw zmm31, zmm31, 12",
                         "vpsllw zmm24, zmm31, 8",
                         "vpord zmm31, zmm31, zmm24",
+                        // Folded scales have none.
+                        "/* {words} {others} */",
                         block_of_type!($r, $codes, $group),
                         first = inout(reg) first, second = inout(reg) second, words = inout(reg) words, others = inout(reg) others,
                         n = inout(reg) n, x = inout(reg) x, unit = inout(reg) unit, groups = inout(reg) groups,
@@ -733,6 +819,7 @@ tiles!(bytes16_minima, bytes, 16, true);
 tiles_of_type!(nibbles32_of_type, nibbles, 32);
 tiles_of_type!(bytes32_of_type, bytes, 32);
 tiles_of_type!(bytes16_of_type, bytes, 16);
+tiles_of_type!(bytes_folded, bytes, folded);
 
 /// Runs a tile of `r` rows x two panels over lines in the cache, or nibbles that are packed. The tile's `panel` is what [`Prepare`] made.
 ///
@@ -743,6 +830,7 @@ pub(crate) unsafe fn run(kind: Kind, r: usize, mut t: Tile<'_>) {
         (true, 32, Words::OfType) => nibbles32_of_type::run,
         (false, 32, Words::OfType) => bytes32_of_type::run,
         (false, 16, Words::OfType) => bytes16_of_type::run,
+        (false, 16, Words::Folded) => bytes_folded::run,
         (true, 32, Words::Made { minima: true }) => nibbles32_minima::run,
         (false, 32, Words::Made { minima: false }) => bytes32::run,
         (false, 32, Words::Made { minima: true }) => bytes32_minima::run,

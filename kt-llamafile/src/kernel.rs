@@ -206,10 +206,10 @@ impl Job for OfBlocks<'_> {
                 p.in_words::<_, Ints<Eights, OfEights, 16, 16>>(isa, packed_layout)
             }
             Format::Q2K => p.on::<_, Ints<TwoBits, NibblesWithMinima, 16, 16>>(isa, packed_layout),
-            Format::Q3K => p.on::<_, Ints<ThreeBits, SignedPairs, 16, BLOCK>>(isa, packed_layout),
+            Format::Q3K => p.on::<_, Ints<ThreeBits, SignedPairs<true>, 16, BLOCK>>(isa, packed_layout),
             Format::Q4K => p.on::<_, Ints<Nibbles, InUnits, 32, BLOCK>>(isa, packed_layout),
             Format::Q5K => p.on_or_in_words::<_, Ints<FiveBits, WithMinima, 32, 32>>(isa, packed_layout),
-            Format::Q6K => p.on::<_, Ints<SixBits, SignedPairs, 16, BLOCK>>(isa, packed_layout),
+            Format::Q6K => p.on::<_, Ints<SixBits, SignedPairs<false>, 16, BLOCK>>(isa, packed_layout),
             Format::Iq4Xs => p.on::<_, Ints<Iq4, Signed<1>, 32, 32>>(isa, packed_layout),
             Format::Tq1_0 | Format::Tq2_0 => p.on::<_, Ints<TwoBits, Half<false>, 32, 128>>(isa, packed_layout),
             Format::Iq1S => p.on::<_, Ints<Eights, MoreOrLess, 32, 32>>(isa, packed_layout),

@@ -309,15 +309,16 @@ impl Scale for MoreOrLess {
     }
 }
 
-/// I8 scales of 16 columns, times F16 `d`.
+/// I8 scales of 16 columns, times F16 `d`. `FOLDS`: they are those of Q3_K, of six bits.
 #[derive(Clone, Copy)]
-pub struct SignedPairs;
+pub struct SignedPairs<const FOLDS: bool>;
 
-impl Scale for SignedPairs {
+impl<const FOLDS: bool> Scale for SignedPairs<FOLDS> {
     const RECORD: usize = PANEL;
     const SUPER: usize = PANEL * 2;
     const OUTPUTS: bool = false;
     const WORDS: usize = 2;
+    const FOLDS: bool = FOLDS;
     #[inline(always)]
     unsafe fn load<I: Isa>(isa: I, _: *const u8, above: *const u8) -> I::Flt {
         // SAFETY: readable by the caller's promise.

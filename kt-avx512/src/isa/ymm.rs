@@ -362,6 +362,7 @@ macro_rules! common {
             fn words(self, high: Int, low: Int) -> Int {
                 each!(h => _mm256_blend_epi16::<0xaa>(low[h], _mm256_slli_epi32::<16>(high[h])))
             }
+            fn add_words(self, a: Int, b: Int) -> Int { halves!(_mm256_add_epi16(a, b)) }
             fn mul_words(self, a: Int, b: Int) -> Int { halves!(_mm256_mullo_epi16(a, b)) }
             fn mul_words_high(self, a: Int, b: Int) -> Int { halves!(_mm256_mulhrs_epi16(a, b)) }
             fn madd(self, a: Int, b: Int) -> Int { halves!(_mm256_madd_epi16(a, b)) }

@@ -289,6 +289,7 @@ macro_rules! common {
             fn words(self, high: __m512i, low: __m512i) -> __m512i {
                 _mm512_mask_blend_epi16(0xaaaa_aaaa, low, _mm512_slli_epi32::<16>(high))
             }
+            fn add_words(self, a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi16(a, b) }
             fn mul_words(self, a: __m512i, b: __m512i) -> __m512i { _mm512_mullo_epi16(a, b) }
             fn mul_words_high(self, a: __m512i, b: __m512i) -> __m512i { _mm512_mulhrs_epi16(a, b) }
             fn madd(self, a: __m512i, b: __m512i) -> __m512i { _mm512_madd_epi16(a, b) }
