@@ -168,7 +168,7 @@ const SUPER_WORDS: usize = BLOCK / 32 * LINE;
 /// The zero point of codes whose scales are [folded](Scale::FOLDS).
 const CODE_ZERO: i32 = 4;
 
-/// How many times that the zero point of codes times scales is: `(code - 4) * scale + 124` is a byte, 28 to 252, with scales of -32 to 31.
+/// How many times that the zero point of codes times scales is: `(code - 4) * scale + 124` is 0 to 252 with codes of 0 to 7 and scales of -32 to 31.
 const FOLDED: i32 = 31;
 
 /// Bytes of what [`PrepareSupers`] makes for 256 columns: a unit, and words, if scales are not [folded](Scale::FOLDS).
