@@ -569,33 +569,34 @@ macro_rules! columns {
     };
 }
 
-/// The products of a block, and what there is to do with them, by words that the type has. In tall tiles what is due after a group is done with the first line of the next one, row
-/// by row: all at once it would take the place of products, of which there are as many as all else together.
+/// The parts of [`block_of_type`], by words that the type has or of folded scales: what rows begin with; the products of 32 columns with that done row by row (first), and with what
+/// is due after the 32 before that (next); what is due after the last ones; going on to the next scales.
+#[rustfmt::skip]
+macro_rules! of_type {
+    (begin, $r:tt, folded) => { rows!($r, folded_begin) };
+    (begin, $r:tt, $group:tt) => { rows!($r, begin) };
+    (first, $r:tt, $codes:ident, folded) => { columns!($r, $codes, folded, folded_begin_first) };
+    (first, $r:tt, $codes:ident, $group:tt) => { columns!($r, $codes, $group, begin_first) };
+    (next, $r:tt, $codes:ident, folded) => { columns!($r, $codes, folded, folded_first) };
+    (next, $r:tt, $codes:ident, $group:tt) => { columns!($r, $codes, $group, of_type_first) };
+    (end, $r:tt, folded) => { rows!($r, of_type_end) };
+    (end, $r:tt, $group:tt) => {
+        concat!(
+            "vmovdqu64 zmm24, zmmword ptr [{words}]\n", "vmovdqu64 zmm25, zmmword ptr [{others}]\n", rows!($r, of_type_total)
+        )
+    };
+    (go_on, folded) => { "add {unit}, 4\n" };
+    (go_on, $group:tt) => { "add {words}, 64\nadd {others}, 64\nadd {unit}, 4\n" };
+}
+
+/// The products of a block, and what there is to do with them, by words that the type has, or of folded scales. In tall tiles what is due after a group is done with the first
+/// line of the next one, row by row: all at once it would take the place of products, of which there are as many as all else together.
 #[rustfmt::skip]
 macro_rules! block_of_type {
-    (5, $codes:ident, folded) => {
-        block_of_type!(tall_folded 5, $codes)
-    };
-    (6, $codes:ident, folded) => {
-        block_of_type!(tall_folded 6, $codes)
-    };
-    (tall_folded $r:tt, $codes:ident) => {
-        concat!(
-            columns!($r, $codes, folded, folded_begin_first), "dec {groups}\n", "2:\n", columns!($r, $codes, folded, folded_first),
-            "add {unit}, 4\n", "dec {groups}\n", "jnz 2b\n", rows!($r, of_type_end)
-        )
-    };
-    ($r:tt, $codes:ident, folded) => {
-        concat!(
-            "2:\n", rows!($r, folded_begin), columns!($r, $codes, folded, first), rows!($r, of_type_end), "add {unit}, 4\n",
-            "dec {groups}\n", "jnz 2b\n"
-        )
-    };
     (tall $r:tt, $codes:ident, $group:tt) => {
         concat!(
-            columns!($r, $codes, $group, begin_first), "dec {groups}\n", "2:\n", columns!($r, $codes, $group, of_type_first), "add {words}, 64\n",
-            "add {others}, 64\n", "add {unit}, 4\n", "dec {groups}\n", "jnz 2b\n", "vmovdqu64 zmm24, zmmword ptr [{words}]\n",
-            "vmovdqu64 zmm25, zmmword ptr [{others}]\n", rows!($r, of_type_total)
+            of_type!(first, $r, $codes, $group), "dec {groups}\n", "2:\n", of_type!(next, $r, $codes, $group), of_type!(go_on, $group),
+            "dec {groups}\n", "jnz 2b\n", of_type!(end, $r, $group)
         )
     };
     (5, $codes:ident, $group:tt) => {
@@ -606,8 +607,7 @@ macro_rules! block_of_type {
     };
     ($r:tt, $codes:ident, $group:tt) => {
         concat!(
-            "2:\n", rows!($r, begin), columns!($r, $codes, $group, first), "vmovdqu64 zmm24, zmmword ptr [{words}]\n",
-            "vmovdqu64 zmm25, zmmword ptr [{others}]\n", rows!($r, of_type_total), "add {words}, 64\n", "add {others}, 64\n", "add {unit}, 4\n",
+            "2:\n", of_type!(begin, $r, $group), columns!($r, $codes, $group, first), of_type!(end, $r, $group), of_type!(go_on, $group),
             "dec {groups}\n", "jnz 2b\n"
         )
     };
