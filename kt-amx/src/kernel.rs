@@ -6,11 +6,11 @@ use kt_avx512::Avx;
 use kt_avx512::engine::{Ports, Product};
 use kt_core::activation::Activation;
 use kt_core::cpu::CpuBackend;
-use kt_core::cpu::input::{BLOCK, InputLayout, Inputs};
+use kt_core::cpu::input::{InputLayout, Inputs};
 use kt_core::cpu::kernel::{Kernel, Outputs, Scratch};
 use kt_core::cpu::tier::Tier;
 use kt_core::format::ggml;
-use kt_core::{Format, Matrix, Unsupported};
+use kt_core::{Format, Group, Matrix, Unsupported};
 use kt_llamafile::{Llamafile, OfBlocks};
 
 use crate::Crossover;
@@ -89,6 +89,11 @@ impl Amx {
         }
     }
 
+    /// Whether many rows of a format are on tiles of int8: integers with one scale an output, and the same zero point for all.
+    pub(crate) fn has_int8_tiles(format: Format) -> bool {
+        matches!(format, Format::Int8(Group::Row) | Format::Int8Offset(Group::Row) | Format::Int4(Group::Row))
+    }
+
     /// The kernel that packs a format and multiplies few rows with it.
     fn is_gguf(format: Format) -> bool {
         ggml::block(format).is_some()
@@ -113,7 +118,7 @@ impl Kernel for Amx {
             InputLayout::Int8 { .. } if self.llamafile.uses_in_place(format) => {
                 Ok((layout, "VNNI; blocks in place, decoded for each product"))
             }
-            InputLayout::Int8 { group: BLOCK.., .. } => {
+            InputLayout::Int8 { .. } if Self::has_int8_tiles(format) => {
                 Ok((layout, "AMX tiles of int8 for most rows, VNNI for few; packed by 16 outputs"))
             }
             InputLayout::Int8 { .. } if self.many => {
@@ -172,8 +177,8 @@ impl Kernel for Amx {
         self.avx.inputs_of_rows(layout)
     }
 
-    fn pack_input(self, layout: InputLayout, x: &[f32], out: &mut [u8]) {
-        self.avx.pack_input(layout, x, out);
+    fn pack_inputs(self, layout: InputLayout, x: &[f32], rows: (usize, usize), out: &mut [u8]) {
+        self.avx.pack_inputs(layout, x, rows, out);
     }
 
     fn activate(self, rule: Activation, gate: &mut [f32], up: &[f32]) {
@@ -218,9 +223,7 @@ impl Kernel for Amx {
             }
         } else if gguf {
             self.llamafile.product(outputs, inputs, rows, out, scratch);
-        } else if matches!(inputs.layout(), InputLayout::Int8 { group: BLOCK.., .. })
-            && n >= self.int8_on_tiles(outputs.of.format())
-        {
+        } else if Self::has_int8_tiles(outputs.of.format()) && n >= self.int8_on_tiles(outputs.of.format()) {
             let product = Product { outputs, inputs, rows, out, scratch, zero: 0 };
             self.avx.run_with_tiles(self.unit, Some(0), product);
         } else {

@@ -12,7 +12,7 @@ use kt_core::format::mx;
 use kt_core::{Format, Group, Matrix, Unsupported};
 
 use crate::ahead;
-use crate::inputs::PackInput;
+use crate::inputs::PackInputs;
 use crate::isa::{self, Isa, Job, Ports};
 use crate::layout::{self, CHUNK, Layout, MOST_PANELS, PANEL};
 use crate::lines::{E2M1_ZERO, SHIFTED};
@@ -169,6 +169,10 @@ impl Kernel for Avx {
                 check_group(format, g)?;
                 int8(CHUNK, wide, how!(self, int8, "unsigned codes packed 16 x 4, F16 scales"))
             }
+            // Sums of so many codes are words, which are multiplied with zero points.
+            Format::Int8Asym(Group::Row) => {
+                int8(BLOCK, 1, how!(self, int8, "unsigned codes packed 16 x 4, zero points"))
+            }
             Format::Int8Asym(g) => {
                 check_group(format, g)?;
                 int8(CHUNK, 1, how!(self, int8, "unsigned codes packed 16 x 4, F16 scales, zero points"))
@@ -177,6 +181,9 @@ impl Kernel for Avx {
             Format::Int4(g) => {
                 check_group(format, g)?;
                 small(CHUNK, -8, how!(self, int8, "nibbles packed 16 x 8, F16 scales"))
+            }
+            Format::Int4Asym(Group::Row) => {
+                int8(BLOCK, -SHIFTED, how!(self, int8, "nibbles packed 16 x 8, zero points"))
             }
             Format::Int4Asym(g) => {
                 check_group(format, g)?;
@@ -213,16 +220,26 @@ impl Kernel for Avx {
         layout::pack(matrix, rows, out);
     }
 
-    /// Of weights with one scale an output, inputs have one for as many columns as they can: sums are scaled a fourth as often.
+    /// Of weights with one scale an output, inputs have one for as many columns as they can: sums are scaled a fourth as often. Not of those with zero points:
+    /// the sum of so many codes is no word.
     fn inputs_of_rows(self, layout: InputLayout) -> InputLayout {
         match layout {
+            InputLayout::Int8 { group: BLOCK, sums: Sums::Times(times) } if times == 1 || times == -SHIFTED => layout,
             InputLayout::Int8 { group: BLOCK, sums } => InputLayout::Int8 { group: WIDE, sums },
             layout => layout,
         }
     }
 
-    fn pack_input(self, layout: InputLayout, x: &[f32], out: &mut [u8]) {
-        self.run(Compiled(PackInput { layout, x, out }));
+    fn pack_inputs(self, layout: InputLayout, x: &[f32], (stride, columns): (usize, usize), out: &mut [u8]) {
+        let width = layout.columns();
+        if columns == width {
+            return self.run(Compiled(PackInputs { layout, x, stride, out }));
+        }
+        let mut padded = [0f32; WIDE];
+        for (i, out) in out.chunks_exact_mut(layout.block_bytes()).enumerate() {
+            padded[..columns].copy_from_slice(&x[i * stride..][..columns]);
+            self.run(Compiled(PackInputs { layout, x: &padded[..width], stride: width, out }));
+        }
     }
 
     fn activate(self, rule: Activation, gate: &mut [f32], up: &[f32]) {
@@ -286,6 +303,6 @@ impl Job for Add<'_> {
 impl Job for Activate<'_> {
     #[inline(always)]
     fn go<I: Isa>(self, _: I) {
-        self.rule.apply(self.gate, self.up);
+        self.rule.apply_fused(self.gate, self.up);
     }
 }

@@ -515,6 +515,11 @@ unsafe fn told_operands<I: Isa, L: Lines, const COLUMNS: usize>(
     }
 }
 
+/// Whether [`Scale::shift`] is added to codes with inputs in groups of `XG` columns: not where words are to hold sums of products of so many of them.
+pub(crate) const fn shifts_codes<I: Isa, S: Scale, const XG: usize>() -> bool {
+    S::SHIFTS && (I::VNNI || XG < BLOCK)
+}
+
 /// Unpacks the lines of a block, which has its planes by `COLUMNS` columns. `WIDEN`: each operand of BF16 becomes two lines of F32.
 pub(crate) struct Unpack<'a, 'b, L, S, const COLUMNS: usize, const WIDEN: bool> {
     /// Its lines, and those of them that lie apart.
@@ -528,7 +533,8 @@ pub(crate) struct Unpack<'a, 'b, L, S, const COLUMNS: usize, const WIDEN: bool> 
 impl<L: Lines, S: Scale, const COLUMNS: usize, const WIDEN: bool> Job for Unpack<'_, '_, L, S, COLUMNS, WIDEN> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
-        const { assert!(!S::SHIFTS || COLUMNS == CHUNK && !WIDEN) };
+        const { assert!(!S::SHIFTS || matches!(COLUMNS, CHUNK | BLOCK) && !WIDEN) };
+        let shifts = const { shifts_codes::<I, S, COLUMNS>() };
         let table = L::table(isa);
         let steps = Steps::<L, COLUMNS>::COUNT;
         let lines = if WIDEN { 2 } else { 1 };
@@ -542,7 +548,7 @@ impl<L: Lines, S: Scale, const COLUMNS: usize, const WIDEN: bool> Job for Unpack
         for (group, to) in groups.enumerate() {
             let from = Steps::<L, COLUMNS>::after(from, group);
             let mut shift = isa.splat(0);
-            if S::SHIFTS {
+            if shifts {
                 let at = self.scales.take(COLUMNS, S::RECORD);
                 // SAFETY: the bytes of a record.
                 shift = unsafe { S::shift(isa, self.scales.bytes(at, S::RECORD).as_ptr()) };
@@ -555,7 +561,7 @@ impl<L: Lines, S: Scale, const COLUMNS: usize, const WIDEN: bool> Job for Unpack
                     let operands = unsafe { told_operands::<I, L, COLUMNS>(isa, table, from, step, small) };
                     small >>= 1;
                     for (to, v) in to.chunks_exact_mut(lines * LINE).zip(operands) {
-                        let v = if S::SHIFTS { isa.add(v, shift) } else { v };
+                        let v = if shifts { isa.add(v, shift) } else { v };
                         let widened = [isa.up::<16>(v), isa.and(v, isa.splat(!0xffff))];
                         for (to, v) in to.chunks_exact_mut(LINE).zip(if WIDEN { widened } else { [v; 2] }) {
                             // SAFETY: `to` is a line.

@@ -633,6 +633,7 @@ impl Job for Product<'_> {
             Format::Int8(_) | Format::Int8Offset(_) => {
                 self.on::<_, Ints<Bytes<0>, F16Scale<0>, CHUNK, CHUNK>>(int8, Layout::new)
             }
+            Format::Int8Asym(Group::Row) => self.on::<_, Ints<Bytes<0>, F16Scale<2>, BLOCK, BLOCK>>(int8, Layout::new),
             Format::Int8Asym(g) if blocks(g) => {
                 self.on::<_, Ints<Bytes<0>, F16Scale<2>, CHUNK, BLOCK>>(int8, Layout::new)
             }
@@ -643,6 +644,7 @@ impl Job for Product<'_> {
             Format::Int4(Group::Row) => self.on::<_, Ints<Nibbles, NoScale, BLOCK, 0>>(int8, Layout::new),
             Format::Int4(g) if blocks(g) => self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, BLOCK>>(int8, Layout::new),
             Format::Int4(_) => self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, CHUNK>>(int8, Layout::new),
+            Format::Int4Asym(Group::Row) => self.on::<_, Ints<Nibbles, F16Scale<1>, BLOCK, BLOCK>>(int8, Layout::new),
             Format::Int4Asym(g) if blocks(g) => {
                 self.on::<_, Ints<Nibbles, F16Scale<1>, CHUNK, BLOCK>>(int8, Layout::new)
             }

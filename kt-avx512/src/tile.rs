@@ -19,7 +19,7 @@ use kt_core::cpu::input::{BLOCK, WORD_ZERO};
 use crate::ahead::{Ahead, Later, prefetch_later, prefetch_now};
 use crate::isa::{Isa, Job};
 use crate::layout::{BITS, LINE, MOST_PANELS, PANEL, SUPER, spread, unit_of};
-use crate::lines::{Codes, Floats, Lines, SHIFTED, Scale, Steps};
+use crate::lines::{Codes, Floats, Lines, SHIFTED, Scale, Steps, shifts_codes};
 use crate::tiled::{CHAIN, INT_SPAN, NUMBER};
 
 /// What register tiles read and write that follow each other in rows: `blocks` blocks of 128 columns of it.
@@ -457,13 +457,13 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     /// Whether zero points are added to nibbles: for all rows, where a subtraction is for each. From three rows on it is less, with registers of 512
     /// bits: with others each line takes two additions.
     const fn shifts<I: Isa>() -> bool {
-        S::SHIFTS && L::NIBBLES && R > 2 && I::LARGE
+        shifts_codes::<I, S, XG>() && L::NIBBLES && R > 2 && I::LARGE
     }
 
     /// Whether zero points are subtracted from sums: if there are any, and they are not in the codes, now or since these were
     /// [unpacked](crate::lines::Unpack): lines that stream, and nibbles, were not.
     const fn subtracts<I: Isa>() -> bool {
-        S::ZEROS && !Self::shifts::<I>() && (!S::SHIFTS || L::NIBBLES || STREAM)
+        S::ZEROS && !Self::shifts::<I>() && (!shifts_codes::<I, S, XG>() || L::NIBBLES || STREAM)
     }
 
     /// Whether sums begin with what inputs bring along. Those of codes with minima, which have no zero point, do so as words if they would not fit

@@ -583,7 +583,7 @@ fn inputs_and_activations_are_those_of_the_core() {
             for rule in [Activation::SiluMul, Activation::GptOss { alpha: 1.702, limit: 7.0 }] {
                 let (mut got, mut want) = (x.clone(), x.clone());
                 kernel.activate(rule, &mut got, &up);
-                rule.apply(&mut want, &up);
+                rule.apply_fused(&mut want, &up);
                 assert_eq!(bits(&got), bits(&want), "{rule:?} of {len}");
             }
         }

@@ -240,8 +240,8 @@ impl Kernel for Blis {
         }
     }
 
-    fn pack_input(self, layout: InputLayout, x: &[f32], out: &mut [u8]) {
-        self.own.pack_input(layout, x, out);
+    fn pack_inputs(self, layout: InputLayout, x: &[f32], rows: (usize, usize), out: &mut [u8]) {
+        self.own.pack_inputs(layout, x, rows, out);
     }
 
     fn activate(self, rule: Activation, gate: &mut [f32], up: &[f32]) {

@@ -1263,10 +1263,8 @@ impl<K: Kernel> BankInner<K> {
             let h_rows = gate.floats(rows * width);
             self.kernel.activate(self.layer.activation, h_rows, up.floats(rows * width));
             for (start, h) in (0..width).step_by(BLOCK).zip(&mut h) {
-                let columns = start..width.min(start + BLOCK);
-                for (row, out) in h_rows.chunks_exact(width).zip(h.chunks_exact_mut(layout.block_bytes())) {
-                    self.kernel.pack_input(layout, &row[columns.clone()], out);
-                }
+                let columns = BLOCK.min(width - start);
+                self.kernel.pack_inputs(layout, &h_rows[start..], (width, columns), h);
             }
         }
         scratch.tiles = [gate, up];

@@ -244,9 +244,12 @@ pub fn pack_block(layout: InputLayout, x: &[f32], out: &mut [u8]) {
     match layout {
         InputLayout::F32 => out.copy_from_slice(bytemuck::cast_slice(&full)),
         InputLayout::Bf16 => {
-            for (o, v) in out.chunks_exact_mut(2).zip(full) {
-                o.copy_from_slice(&f32_to_bf16(v).to_le_bytes());
+            // All of them, then bytes: vectors.
+            let mut rounded = [0u16; BLOCK];
+            for (rounded, v) in rounded.iter_mut().zip(full) {
+                *rounded = f32_to_bf16(v);
             }
+            out.copy_from_slice(bytemuck::cast_slice(&rounded));
         }
         InputLayout::Int8 { group, sums } => {
             let (codes, rest) = out.split_at_mut(BLOCK);

@@ -118,7 +118,7 @@ pub fn add(weight: f32, y: &[f32], out: &mut [f32]) {
 /// Packing and product for one instruction set.
 ///
 /// Holding a value proves that the instructions exist: constructors detect. The flow calls [`pack`](Kernel::pack) while
-/// loading, from many threads; [`pack_input`](Kernel::pack_input), [`product`](Kernel::product), [`activate`](Kernel::activate) and
+/// loading, from many threads; [`pack_inputs`](Kernel::pack_inputs), [`product`](Kernel::product), [`activate`](Kernel::activate) and
 /// [`add`](Kernel::add) from the team's threads, never two at once on the same output.
 pub trait Kernel: Copy + Send + Sync + 'static {
     /// Outputs that are packed together: 16, 32, 64 or 128. Matrices are cut at multiples of it only.
@@ -179,9 +179,17 @@ pub trait Kernel: Copy + Send + Sync + 'static {
         layout
     }
 
-    /// Rounds up to [`InputLayout::columns`] columns of one row into a block of `layout`.
+    /// Rounds `columns` columns of some rows, [`InputLayout::columns`] at most, into blocks of `layout` that follow each other in `out`: the rows
+    /// begin `stride` numbers apart in `x`, and there are as many as `out` has blocks.
+    fn pack_inputs(self, layout: InputLayout, x: &[f32], (stride, columns): (usize, usize), out: &mut [u8]) {
+        for (i, out) in out.chunks_exact_mut(layout.block_bytes()).enumerate() {
+            input::pack_block(layout, &x[i * stride..][..columns], out);
+        }
+    }
+
+    /// The same of one row.
     fn pack_input(self, layout: InputLayout, x: &[f32], out: &mut [u8]) {
-        input::pack_block(layout, x, out);
+        self.pack_inputs(layout, x, (x.len(), x.len()), out);
     }
 
     /// Applies the activation; the result replaces `gate`.
