@@ -323,6 +323,7 @@ fn kept_of_quarters<I: Isa>(isa: I, halves: [I::Int; 2], scale: I::Flt, kept: Su
         Sums::PairHalves(by) => [pairs!(first, by), pairs!(second, by)],
         Sums::PairWords(by) => [pairs!(both, by), isa.up::<16>(sum)],
         Sums::PairScaled(by) => [pairs!(both, by), scaled],
+        Sums::TimesScaled(by) => [times!(sum, by), scaled],
     }
 }
 

@@ -173,6 +173,12 @@ impl Kernel for Avx {
             Format::Int8Asym(Group::Row) => {
                 int8(BLOCK, 1, how!(self, int8, "unsigned codes packed 16 x 4, zero points"))
             }
+            // Of groups of whole blocks zero points, less 128, come once a block.
+            Format::Int8Asym(g) if g.cols(BLOCK).is_multiple_of(BLOCK) => {
+                check_group(format, g)?;
+                let how = how!(self, int8, "unsigned codes packed 16 x 4, F16 scales, zero points");
+                Ok((InputLayout::Int8 { group: CHUNK, sums: Sums::TimesScaled(wide) }, how))
+            }
             Format::Int8Asym(g) => {
                 check_group(format, g)?;
                 int8(CHUNK, 1, how!(self, int8, "unsigned codes packed 16 x 4, F16 scales, zero points"))

@@ -463,7 +463,15 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     /// Whether zero points are subtracted from sums: if there are any, and they are not in the codes, now or since these were
     /// [unpacked](crate::lines::Unpack): lines that stream, and nibbles, were not.
     const fn subtracts<I: Isa>() -> bool {
-        S::ZEROS && !Self::shifts::<I>() && (!shifts_codes::<I, S, XG>() || L::NIBBLES || STREAM)
+        S::ZEROS
+            && !Self::zeros_apart()
+            && !Self::shifts::<I>()
+            && (!shifts_codes::<I, S, XG>() || L::NIBBLES || STREAM)
+    }
+
+    /// Whether sums are those with codes less 128, and what zero points differ from that comes once for several groups of the inputs.
+    const fn zeros_apart() -> bool {
+        S::ZEROS && !S::SHIFTS && WG > XG
     }
 
     /// Whether sums begin with what inputs bring along. Those of codes with minima, which have no zero point, do so as words if they would not fit
@@ -705,7 +713,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let scales_of_inputs = S::SPAN * BLOCK;
         let sums_at = scales_of_inputs + BLOCK / scaled * 4;
         // Bytes of what is kept of the sums of a group, and where in them the last number is.
-        let kept = if in_words && S::WORDS == 1 || S::MINIMA && begun { 8 } else { 4 };
+        let kept = if in_words && S::WORDS == 1 || S::MINIMA && begun || Self::zeros_apart() { 8 } else { 4 };
         let last_kept = kept - 4;
         let input_bytes = sums_at + BLOCK / XG * kept;
         let input_bytes = if S::SPAN > 1 { input_bytes.next_multiple_of(LINE) } else { input_bytes };
@@ -991,6 +999,11 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 // SAFETY: as above.
                                 minimum[p] = unsafe { S::minima(isa, at, above) };
                             }
+                            if Self::zeros_apart() {
+                                // SAFETY: as above.
+                                let zero = isa.sub(isa.splat(128), unsafe { S::zeros(isa, at) });
+                                minimum[p] = isa.mul(isa.to_f32(zero), w_scale[p]);
+                            }
                         }
                         if !L::SHARED {
                             ask_record!(record);
@@ -1026,6 +1039,18 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                 // SAFETY: a sum of inputs of row `r`, in bounds as said above.
                                 let sum =
                                     unsafe { isa.load_f32(x.add(r * input_bytes + sums_at + c * kept + last_kept)) };
+                                for p in 0..P {
+                                    total[p] = isa.mul_add(sum, minimum[p], total[p]);
+                                }
+                            }
+                            if Self::zeros_apart() {
+                                let mut sum = 0.0;
+                                for group in 0..WG / XG {
+                                    let at = x.wrapping_add(r * input_bytes + sums_at + group * kept + last_kept);
+                                    // SAFETY: a sum of inputs of row `r`, in bounds as said above.
+                                    sum += unsafe { at.cast::<f32>().read_unaligned() };
+                                }
+                                let sum = isa.splat_f32(sum);
                                 for p in 0..P {
                                     total[p] = isa.mul_add(sum, minimum[p], total[p]);
                                 }

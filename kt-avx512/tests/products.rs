@@ -564,6 +564,7 @@ fn inputs_and_activations_are_those_of_the_core() {
                 InputLayout::Int8 { group: 32, sums: Sums::PairHalves(-32) },
                 InputLayout::Int8 { group: 32, sums: Sums::PairWords(-8) },
                 InputLayout::Int8 { group: 32, sums: Sums::PairScaled(-16) },
+                InputLayout::Int8 { group: 32, sums: Sums::TimesScaled(-128) },
                 InputLayout::Int8 { group: 128, sums: Sums::Times(-128) },
                 InputLayout::Int8 { group: WIDE, sums: Sums::Times(-128) },
                 InputLayout::Int8 { group: WIDE, sums: Sums::Halves(-32) },

@@ -80,6 +80,8 @@ pub enum Sums {
     PairWords(i32),
     /// As [`Sums::Pairs`], and as [`Sums::Scaled`]: for weights with minima whose products begin with the first, and have it taken off in the end.
     PairScaled(i32),
+    /// As [`Sums::Times`], and as [`Sums::Scaled`]: for weights whose zero points, less the one of the first, are those of several groups.
+    TimesScaled(i32),
 }
 
 /// Added to a signed word, makes it an unsigned one: sums that are lower words begin with it, so that they never borrow from the sums above
@@ -91,7 +93,9 @@ impl Sums {
     #[inline(always)]
     pub const fn of_group(self) -> usize {
         match self {
-            Sums::Halves(_) | Sums::PairHalves(_) | Sums::PairWords(_) | Sums::PairScaled(_) => 2,
+            Sums::Halves(_) | Sums::PairHalves(_) | Sums::PairWords(_) | Sums::PairScaled(_) | Sums::TimesScaled(_) => {
+                2
+            }
             Sums::Times(_) | Sums::Scaled | Sums::Words(_) | Sums::Pairs(_) => 1,
         }
     }
@@ -105,7 +109,8 @@ impl Sums {
             | Sums::Words(times)
             | Sums::Pairs(times)
             | Sums::PairHalves(times)
-            | Sums::PairWords(times) => -times,
+            | Sums::PairWords(times)
+            | Sums::TimesScaled(times) => -times,
         }
     }
 
@@ -164,6 +169,7 @@ impl Sums {
             Sums::PairHalves(times) => put(&halves.map(|pairs| words(pairs, times))),
             Sums::PairWords(times) => put(&[words(pairs, times), sum << 16]),
             Sums::PairScaled(times) => put(&[words(pairs, times), scaled]),
+            Sums::TimesScaled(times) => put(&[sum * times, scaled]),
         }
     }
 }

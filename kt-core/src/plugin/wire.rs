@@ -130,6 +130,7 @@ fn input(layout: InputLayout) -> abi::Input {
                 Sums::PairHalves(times) => (5, times),
                 Sums::PairWords(times) => (6, times),
                 Sums::PairScaled(times) => (7, times),
+                Sums::TimesScaled(times) => (8, times),
             };
             abi::Input { kind: 2, group: group as u32, sums, times }
         }
@@ -153,6 +154,7 @@ fn input_of(input: abi::Input) -> Option<InputLayout> {
                 5 => Sums::PairHalves(input.times),
                 6 => Sums::PairWords(input.times),
                 7 => Sums::PairScaled(input.times),
+                8 => Sums::TimesScaled(input.times),
                 _ => return None,
             };
             InputLayout::Int8 { group: group as usize, sums }
@@ -345,6 +347,7 @@ mod tests {
                 Sums::PairHalves(-4),
                 Sums::PairWords(-8),
                 Sums::PairScaled(-16),
+                Sums::TimesScaled(-128),
             ] {
                 all.push(InputLayout::Int8 { group, sums });
             }
