@@ -225,6 +225,10 @@ const fn looks_up_in_tile<I: Isa, L: Codes, S: Scale>() -> bool {
 /// [in assembly](in_assembly).
 const UNPACKED_NIBBLES: [usize; 2] = [48, 24];
 
+/// From how many rows on nibbles whose groups have zero points are unpacked, with these, where two products begin in a cycle: an addition more for each line is not
+/// free there. Zen 5, from the cache, in the tile or before: g32 at 48 · 64 · 192 rows 204/210 · 280/273 · 826/777 us, g128 200/196 · 266/256 · 796/737.
+const SHIFTED_ROWS: usize = 56;
+
 /// The most rows for which FP8 codes are shifted in tiles where loads are as few as products: each of these products has one. Zen 5, from the cache, in the tile or before: 128x128 at
 /// 13 · 16 · 24 · 64 rows 107/119 · 126/132 · 210/187 · 534/451 us, MXFP8 117/121 · 139/136 · 210/204 · 552/487.
 const UNSHIFTED_ROWS: usize = 16;
@@ -304,7 +308,8 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
 
     fn unpacked(isa: I, rows: usize) -> bool {
         let least = UNPACKED_NIBBLES[usize::from(in_assembly::<Self, I>())];
-        let enough = rows >= least && taller::<I>(isa);
+        let shifted = S::SHIFTS && XG < BLOCK && I::VNNI && rows >= SHIFTED_ROWS && isa.ports() == Ports::Double;
+        let enough = rows >= least && taller::<I>(isa) || shifted;
         let beside_products =
             if L::NIBBLES { I::LARGE && !enough } else { looks_up_in_tile::<I, L, S>() && !taller(isa) };
         L::OPERANDS > 1 && !beside_products
