@@ -543,6 +543,54 @@ fn nan_and_infinity_stay_in_their_row() {
     }
 }
 
+/// All kinds of groups and of what is kept of sums.
+const INPUT_LAYOUTS: [InputLayout; 19] = [
+    InputLayout::F32,
+    InputLayout::Bf16,
+    InputLayout::Int8 { group: 16, sums: Sums::Times(1) },
+    InputLayout::Int8 { group: 32, sums: Sums::Times(-8) },
+    InputLayout::Int8 { group: 32, sums: Sums::Scaled },
+    InputLayout::Int8 { group: 32, sums: Sums::Halves(-32) },
+    InputLayout::Int8 { group: 16, sums: Sums::Pairs(-12) },
+    InputLayout::Int8 { group: 32, sums: Sums::Pairs(-16) },
+    InputLayout::Int8 { group: 32, sums: Sums::PairHalves(-32) },
+    InputLayout::Int8 { group: 32, sums: Sums::PairWords(-8) },
+    InputLayout::Int8 { group: 32, sums: Sums::PairScaled(-16) },
+    InputLayout::Int8 { group: 32, sums: Sums::TimesScaled(-128) },
+    InputLayout::Int8 { group: 128, sums: Sums::Times(-128) },
+    InputLayout::Int8 { group: WIDE, sums: Sums::Times(-128) },
+    InputLayout::Int8 { group: WIDE, sums: Sums::Halves(-32) },
+    InputLayout::Int8Words { group: 16, zero: 12, minima: false },
+    InputLayout::Int8Words { group: 16, zero: 2, minima: true },
+    InputLayout::Int8Words { group: 32, zero: 8, minima: false },
+    InputLayout::Int8Words { group: 32, zero: 16, minima: true },
+];
+
+#[test]
+fn inputs_of_some_rows_are_those_of_each() {
+    for kernel in kernels() {
+        for layout in INPUT_LAYOUTS {
+            for (rows, columns) in [(0, layout.columns()), (1, layout.columns()), (5, layout.columns()), (3, 100)] {
+                let stride = columns + 7;
+                let mut x = random_inputs(1, (rows * stride).max(1), rows as u64);
+                if rows > 2 {
+                    // A row of zeros before one with a number that is none, which no other may have anything of.
+                    x[stride..][..columns].fill(0.0);
+                    x[2 * stride + 40] = f32::NAN;
+                }
+                let size = layout.block_bytes();
+                let mut got = vec![1; rows * size];
+                kernel.pack_inputs(layout, &x, (stride, columns), &mut got);
+                for (row, got) in got.chunks_exact(size).enumerate() {
+                    let mut want = vec![2; size];
+                    kt_core::cpu::input::pack_block(layout, &x[row * stride..][..columns], &mut want);
+                    assert_eq!(got, want, "{layout:?}, row {row} of {rows} of {columns}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn inputs_and_activations_are_those_of_the_core() {
     use kt_core::activation::Activation;
@@ -552,27 +600,7 @@ fn inputs_and_activations_are_those_of_the_core() {
             // Codes of one magnitude, which may add up to more than there is room for, in some groups.
             let flat: Vec<f32> =
                 x.iter().enumerate().map(|(i, v)| if i < 40 { *v } else { v.signum() * 3.0 }).collect();
-            for layout in [
-                InputLayout::F32,
-                InputLayout::Bf16,
-                InputLayout::Int8 { group: 16, sums: Sums::Times(1) },
-                InputLayout::Int8 { group: 32, sums: Sums::Times(-8) },
-                InputLayout::Int8 { group: 32, sums: Sums::Scaled },
-                InputLayout::Int8 { group: 32, sums: Sums::Halves(-32) },
-                InputLayout::Int8 { group: 16, sums: Sums::Pairs(-12) },
-                InputLayout::Int8 { group: 32, sums: Sums::Pairs(-16) },
-                InputLayout::Int8 { group: 32, sums: Sums::PairHalves(-32) },
-                InputLayout::Int8 { group: 32, sums: Sums::PairWords(-8) },
-                InputLayout::Int8 { group: 32, sums: Sums::PairScaled(-16) },
-                InputLayout::Int8 { group: 32, sums: Sums::TimesScaled(-128) },
-                InputLayout::Int8 { group: 128, sums: Sums::Times(-128) },
-                InputLayout::Int8 { group: WIDE, sums: Sums::Times(-128) },
-                InputLayout::Int8 { group: WIDE, sums: Sums::Halves(-32) },
-                InputLayout::Int8Words { group: 16, zero: 12, minima: false },
-                InputLayout::Int8Words { group: 16, zero: 2, minima: true },
-                InputLayout::Int8Words { group: 32, zero: 8, minima: false },
-                InputLayout::Int8Words { group: 32, zero: 16, minima: true },
-            ] {
+            for layout in INPUT_LAYOUTS {
                 for x in [&x, &flat].map(|x| &x[..len.min(layout.columns())]) {
                     let (mut got, mut want) = (vec![1; layout.block_bytes()], vec![2; layout.block_bytes()]);
                     kernel.pack_input(layout, x, &mut got);
