@@ -359,7 +359,7 @@ mod tests {
         }
         let known = abi::Input { kind: 2, group: 32, sums: 0, times: 1 };
         for unknown in
-            [abi::Input { kind: 4, ..known }, abi::Input { group: 64, ..known }, abi::Input { sums: 8, ..known }]
+            [abi::Input { kind: 4, ..known }, abi::Input { group: 64, ..known }, abi::Input { sums: 9, ..known }]
         {
             assert_eq!(input_of(unknown), None);
         }
