@@ -340,7 +340,7 @@ fn sums_of_lanes<I: Isa>(isa: I, v: I::Int, kept: Sums) -> [i32; 2] {
     [first, all - first]
 }
 
-/// Packs a group: its codes, its scale and what is kept of their sum. `HALVES`: as in [`fours`].
+/// Packs a group: its codes, its scale and what is kept of their sum. `HALVES`: as in [`Four::pack`].
 #[inline(always)]
 fn one<I: Isa, const G: usize, const HALVES: bool>(
     isa: I,

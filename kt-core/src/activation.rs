@@ -78,8 +78,8 @@ pub fn sigmoid(t: f32) -> f32 {
 
 /// `t * sigmoid(t)`.
 #[inline(always)]
-pub fn silu(t: f32) -> f32 {
-    t / one_and_exp::<false>(t)
+fn silu<const FUSED: bool>(t: f32) -> f32 {
+    t / one_and_exp::<FUSED>(t)
 }
 
 impl Activation {
@@ -100,13 +100,12 @@ impl Activation {
         match self {
             Activation::SiluMul => {
                 for (g, &u) in gate.iter_mut().zip(up) {
-                    *g = *g / one_and_exp::<FUSED>(*g) * u;
+                    *g = silu::<FUSED>(*g) * u;
                 }
             }
             Activation::ClampedSiluMul { limit } => {
                 for (g, &u) in gate.iter_mut().zip(up) {
-                    let t = at_most(*g, limit);
-                    *g = t / one_and_exp::<FUSED>(t) * u.clamp(-limit, limit);
+                    *g = silu::<FUSED>(at_most(*g, limit)) * u.clamp(-limit, limit);
                 }
             }
             Activation::GptOss { alpha, limit } => {
@@ -152,12 +151,12 @@ mod tests {
         for i in -900_000..=900_000 {
             let t = i as f32 / 10_000.0;
             let want = t as f64 / (1.0 + (-t as f64).exp());
-            for got in [t / one_and_exp::<false>(t), t / one_and_exp::<true>(t)] {
+            for got in [silu::<false>(t), silu::<true>(t)] {
                 assert!((got as f64 - want).abs() <= 4e-7 * want.abs() + 1e-36, "{t}: {got}, not {want}");
             }
         }
-        assert_eq!(silu(-1e30), 0.0);
-        assert_eq!(silu(f32::INFINITY), f32::INFINITY);
+        assert_eq!(silu::<true>(-1e30), 0.0);
+        assert_eq!(silu::<true>(f32::INFINITY), f32::INFINITY);
     }
 
     #[test]
