@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // kernel
 
-use kt_core::cpu::input::{self, BLOCK, InputLayout, OfGroups, Sums, TOPS, WIDE, WORD_ZERO, WORTH, shrink};
+use kt_core::cpu::input::{self, BLOCK, InputLayout, OfGroups, Sums, TOPS, WIDE, WORD_ZERO, WORD_ZEROS, WORTH, shrink};
 
 use crate::isa::{Isa, Job};
 
@@ -315,10 +315,11 @@ fn kept_of_quarters<I: Isa>(isa: I, halves: [I::Int; 2], scale: I::Flt, kept: Su
         Sums::Times(by) => [times!(sum, by), nothing],
         Sums::Scaled => [scaled, nothing],
         Sums::Words(by) => [isa.add(isa.up::<16>(sum), isa.add(times!(sum, by), word_zero)), nothing],
-        Sums::Halves(by) => [
-            times!(isa.add(first, opposite!(first)), by),
-            isa.add(times!(isa.add(second, opposite!(second)), by), word_zero),
-        ],
+        Sums::Halves(by) => {
+            let first = times!(isa.add(first, opposite!(first)), by);
+            let second = times!(isa.add(second, opposite!(second)), by);
+            [isa.xor(isa.words(second, first), isa.splat(WORD_ZEROS)), nothing]
+        }
         Sums::Pairs(by) => [pairs!(both, by), nothing],
         Sums::PairHalves(by) => [pairs!(first, by), pairs!(second, by)],
         Sums::PairWords(by) => [pairs!(both, by), isa.up::<16>(sum)],

@@ -14,7 +14,7 @@
 
 use std::marker::PhantomData;
 
-use kt_core::cpu::input::{BLOCK, WORD_ZERO};
+use kt_core::cpu::input::{BLOCK, WORD_ZERO, WORD_ZEROS};
 
 use crate::ahead::{Ahead, Later, prefetch_later, prefetch_now};
 use crate::isa::{Isa, Job};
@@ -365,7 +365,18 @@ const MOST_SHARED: usize = 5;
 /// The low nibble of each byte.
 const LOW_NIBBLES: i32 = 0x0f0f_0f0f;
 
-/// For each byte where it comes from in 16 bytes, so that both words of a dword become the lower one, or the upper one.
+/// For each byte where it comes from in 16 bytes, so that the words of a dword change places. Rotations take longer on Zen 4 and 5.
+pub(crate) static SWAPPED: [u8; LINE] = {
+    let mut t = [0; LINE];
+    let mut i = 0;
+    while i < LINE {
+        t[i] = ((i % 16) ^ 2) as u8;
+        i += 1;
+    }
+    t
+};
+
+/// The same so that both become the lower one, or the upper one.
 static TWICE: [[u8; LINE]; 2] = {
     let mut t = [[0; LINE]; 2];
     let mut i = 0;
@@ -715,7 +726,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         // Bytes of what is kept of the sums of a group, and where in them the last number is.
         let kept = if in_words && S::WORDS == 1 || S::MINIMA && begun || Self::zeros_apart() { 8 } else { 4 };
         let last_kept = kept - 4;
-        let input_bytes = sums_at + BLOCK / XG * kept;
+        // Whether that is the words of two groups.
+        let of_two = S::WORDS == 2 && !in_words;
+        let input_bytes = sums_at + BLOCK / XG * kept / if of_two { 2 } else { 1 };
         let input_bytes = if S::SPAN > 1 { input_bytes.next_multiple_of(LINE) } else { input_bytes };
         let line_step = L::BUNDLE * LINE;
         let steps = BLOCK / XG * Steps::<L, XG>::COUNT;
@@ -746,7 +759,9 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             (2, false) => 2,
             _ => 1,
         };
-        let (words, word_zero) = (isa.splat(0xffff), isa.splat(WORD_ZERO));
+        let (words, word_zero) = (isa.splat(0xffff), isa.splat(if of_two { WORD_ZEROS } else { WORD_ZERO }));
+        // SAFETY: 64 bytes.
+        let swapped = unsafe { isa.load(SWAPPED.as_ptr()) };
         // Where byte `at` of panel `p` is. Whether what is unpacked came from a bundle is not known before.
         let (panel, panel_stride, panel_step) = (t.panel.as_ptr(), t.panel_stride, t.panel_step);
         let scales_at = |p: usize, at: usize| {
@@ -863,9 +878,15 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                         let mut sums = if within > 0 && !Self::ANEW { unscaled } else { [[isa.splat(0); P]; R] };
                         let mut before = sums;
                         for h in 0..halves {
-                            if begun && within == 0 {
+                            if of_two && h > 0 {
+                                // The first sum to the upper word; what the second begins with was there, above 0, so that neither borrows.
+                                for sum in sums.as_flattened_mut() {
+                                    *sum = isa.lookup(*sum, swapped);
+                                }
+                            } else if begun && within == 0 {
                                 for (r, sums) in sums.iter_mut().enumerate() {
-                                    let at = x.wrapping_add(r * input_bytes + sums_at + (k / XG + h) * kept);
+                                    let group = if of_two { k / (2 * XG) } else { k / XG + h };
+                                    let at = x.wrapping_add(r * input_bytes + sums_at + group * kept);
                                     // SAFETY: a sum of codes of row `r`, in bounds as said above.
                                     let mut codes = unsafe { isa.load_dword(at) };
                                     if S::SHIFTS && subtracts && !sixteenths {
@@ -877,10 +898,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                         };
                                     }
                                     for (sum, &zero) in sums.iter_mut().zip(&zeros) {
-                                        *sum = if S::WORDS == 2 && !in_words {
-                                            // A first sum to the upper word; the second has [`WORD_ZERO`] to begin with and cannot borrow.
-                                            isa.add(isa.up::<16>(*sum), codes)
-                                        } else if subtracts {
+                                        *sum = if subtracts {
                                             // Such a sum fits a word; the upper words of `zeros` are 0, or the same as the lower ones.
                                             if sixteenths {
                                                 isa.mul_words_high(zero, codes)

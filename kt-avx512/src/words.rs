@@ -20,12 +20,12 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use kt_core::cpu::input::{BLOCK, InputLayout, Sums};
+use kt_core::cpu::input::{BLOCK, InputLayout, Sums, WORD_ZERO, WORD_ZEROS};
 
 use crate::isa::{Isa, Job};
 use crate::layout::{LINE, Layout, PANEL, SUPER, spread};
 use crate::lines::{Codes, NoScale, Scale, Scales, Unpack, of_group};
-use crate::tile::Tile;
+use crate::tile::{SWAPPED, Tile};
 
 /// Blocks whose scales are relative to the same unit of an output.
 pub(crate) const CHUNK_BLOCKS: usize = 4;
@@ -320,10 +320,17 @@ const P: usize = 2;
 struct Block {
     /// The lines of both panels.
     lines: [*const u8; P],
-    /// Their words.
+    /// Their words; of tall tiles by words of the type those of the last group before.
     words: [*const u8; P],
     /// The block of the first row.
     x: *const u8,
+    /// Of tall tiles by words of the type: the first row's scale of the last group before, bytes from there to that of the first one, and whether that is the
+    /// first of a unit.
+    scale: *const u8,
+    /// See `scale`.
+    step: usize,
+    /// See `scale`.
+    begins: bool,
 }
 
 /// The instructions for a row: its number, two registers for sums of products, two for those times scales, two for totals, one for what is broadcast. `{x}` is where its codes
@@ -336,12 +343,12 @@ macro_rules! row {
     (begin, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!("vpbroadcastd ", $a, ", dword ptr [{n} + 4 + ", $r, "*{row}]\n", "vmovdqa64 ", $b, ", ", $a, "\n")
     };
-    (up, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
-        concat!(
-            "vpslld ", $a, ", ", $a, ", 16\n", "vpslld ", $b, ", ", $b, ", 16\n",
-            "vpbroadcastd ", $x, ", dword ptr [{n} + 8 + ", $r, "*{row}]\n", "vpaddd ", $a, ", ", $a, ", ", $x, "\n",
-            "vpaddd ", $b, ", ", $b, ", ", $x, "\n"
-        )
+    // The first sum goes above what the second one begins with.
+    (swap, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!("vpshufb ", $a, ", ", $a, ", zmm30\n", "vpshufb ", $b, ", ", $b, ", zmm30\n")
+    };
+    (of_type_swap, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!("vpshufb ", $a, ", ", $a, ", zmm31\n", "vpshufb ", $b, ", ", $b, ", zmm31\n")
     };
     // Of columns k and on, and of the four after those.
     (first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
@@ -364,7 +371,7 @@ macro_rules! row {
     };
     (minima, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
-            "vpbroadcastd ", $x, ", dword ptr [{n} + 12 + ", $r, "*{row}]\n", "vpdpwssd ", $s, ", ", $x, ", zmm24\n",
+            "vpbroadcastd ", $x, ", dword ptr [{n} + 8 + ", $r, "*{row}]\n", "vpdpwssd ", $s, ", ", $x, ", zmm24\n",
             "vpdpwssd ", $t, ", ", $x, ", zmm25\n"
         )
     };
@@ -381,11 +388,11 @@ macro_rules! row {
             "vfmadd231ps ", $p, ", ", $a, ", ", $x, "\n", "vfmadd231ps ", $q, ", ", $b, ", ", $x, "\n"
         )
     };
-    // Of codes times scales: what both halves of the 32 columns add, [`FOLDED`] times, without the 2^15 that the second one has.
+    // Of codes times scales: what both halves of the 32 columns add, [`FOLDED`] times, without the 2^15 that each has.
     (folded_begin, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
-            "vpbroadcastd ", $a, ", dword ptr [{n} + 4 + ", $r, "*{row}]\n", "vpsubd ", $a, ", ", $a, ", zmm30\n",
-            "vpaddd ", $a, ", ", $a, ", dword ptr [{n} + 8 + ", $r, "*{row}]{{1to16}}\n", "vpslld ", $b, ", ", $a, ", 5\n",
+            "vpbroadcastd ", $a, ", dword ptr [{n} + 4 + ", $r, "*{row}]\n", "vpsrld ", $b, ", ", $a, ", 16\n", "vpandd ", $a, ", ", $a, ", zmm31\n",
+            "vpsubd ", $b, ", ", $b, ", zmm30\n", "vpaddd ", $a, ", ", $a, ", ", $b, "\n", "vpslld ", $b, ", ", $a, ", 5\n",
             "vpsubd ", $a, ", ", $b, ", ", $a, "\n", "vmovdqa64 ", $b, ", ", $a, "\n"
         )
     };
@@ -411,28 +418,59 @@ macro_rules! row {
             row!(begin, $r, $a, $b, $s, $t, $p, $q, $x), row!(first, $r, $a, $b, $s, $t, $p, $q, $x)
         )
     };
-    (up_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+    (swap_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
-            row!(up, $r, $a, $b, $s, $t, $p, $q, $x), row!(first, $r, $a, $b, $s, $t, $p, $q, $x)
+            row!(swap, $r, $a, $b, $s, $t, $p, $q, $x), row!(first, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (of_type_swap_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(of_type_swap, $r, $a, $b, $s, $t, $p, $q, $x), row!(first, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (of_type_due, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vpxord ", $a, ", ", $a, ", zmm30\n", "vpxord ", $b, ", ", $b, ", zmm30\n", "vpmaddwd ", $a, ", ", $a, ", zmmword ptr [{words}]\n",
+            "vpmaddwd ", $b, ", ", $b, ", zmmword ptr [{others}]\n", row!(of_type_end, $r, $a, $b, $s, $t, $p, $q, $x)
         )
     };
     (of_type_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
-            "vpxord ", $a, ", ", $a, ", zmm30\n", "vpxord ", $b, ", ", $b, ", zmm30\n", "vpmaddwd ", $a, ", ", $a, ", zmmword ptr [{words}]\n",
-            "vpmaddwd ", $b, ", ", $b, ", zmmword ptr [{others}]\n", row!(of_type_end, $r, $a, $b, $s, $t, $p, $q, $x), row!(begin_first, $r, $a, $b, $s, $t, $p, $q, $x)
+            row!(of_type_due, $r, $a, $b, $s, $t, $p, $q, $x), row!(begin_first, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    // The same where a unit ends, which is `{back}` bytes before the words.
+    (of_type_unit_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(of_type_due, $r, $a, $b, $s, $t, $p, $q, $x), row!(unit, $r, $a, $b, $s, $t, $p, $q, $x),
+            row!(begin_first, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (folded_unit_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(of_type_end, $r, $a, $b, $s, $t, $p, $q, $x), row!(unit, $r, $a, $b, $s, $t, $p, $q, $x),
+            row!(folded_begin_first, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (unit, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vmovaps ", $x, ", zmmword ptr [{totals} + ", $r, "*128]\n", "vfmadd132ps ", $p, ", ", $x, ", zmmword ptr [{words} - {back}]\n",
+            "vmovaps zmmword ptr [{totals} + ", $r, "*128], ", $p, "\n", "vpxord ", $p, ", ", $p, ", ", $p, "\n",
+            "vmovaps ", $x, ", zmmword ptr [{totals} + ", $r, "*128 + 64]\n", "vfmadd132ps ", $q, ", ", $x, ", zmmword ptr [{others} - {back}]\n",
+            "vmovaps zmmword ptr [{totals} + ", $r, "*128 + 64], ", $q, "\n", "vpxord ", $q, ", ", $q, ", ", $q, "\n"
         )
     };
     (scale_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
-            row!(scale_at, $r, $a, $b, $s, $t, $p, $q, $x), "vpbroadcastd ", $a, ", dword ptr [{n} + 12 + 4 + ", $r, "*{row}]\n", "vmovdqa64 ", $b, ", ", $a, "\n",
+            row!(scale_at, $r, $a, $b, $s, $t, $p, $q, $x), "vpbroadcastd ", $a, ", dword ptr [{n} + 8 + 4 + ", $r, "*{row}]\n", "vmovdqa64 ", $b, ", ", $a, "\n",
             row!(first, $r, $a, $b, $s, $t, $p, $q, $x)
         )
     };
     (scale_first_minima, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
-            row!(scale_at, $r, $a, $b, $s, $t, $p, $q, $x), "vpbroadcastd ", $x, ", dword ptr [{n} + 12 + ", $r, "*{row}]\n",
+            row!(scale_at, $r, $a, $b, $s, $t, $p, $q, $x), "vpbroadcastd ", $x, ", dword ptr [{n} + 8 + ", $r, "*{row}]\n",
             "vpdpwssd ", $s, ", ", $x, ", zmmword ptr [{words} + 64]\n", "vpdpwssd ", $t, ", ", $x, ", zmmword ptr [{others} + 64]\n",
-            "vpbroadcastd ", $a, ", dword ptr [{n} + 16 + 4 + ", $r, "*{row}]\n", "vmovdqa64 ", $b, ", ", $a, "\n", row!(first, $r, $a, $b, $s, $t, $p, $q, $x)
+            "vpbroadcastd ", $a, ", dword ptr [{n} + 12 + 4 + ", $r, "*{row}]\n", "vmovdqa64 ", $b, ", ", $a, "\n", row!(first, $r, $a, $b, $s, $t, $p, $q, $x)
         )
     };
     (scale_at, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
@@ -528,11 +566,11 @@ macro_rules! minima {
     ($r:tt, true) => {
         concat!(
             "vmovdqu64 zmm24, zmmword ptr [{words} + 64]\n", "vmovdqu64 zmm25, zmmword ptr [{others} + 64]\n", rows!($r, minima),
-            "add {words}, 128\n", "add {others}, 128\n", "add {n}, 16\n"
+            "add {words}, 128\n", "add {others}, 128\n", "add {n}, 12\n"
         )
     };
     ($r:tt, false) => {
-        concat!("add {words}, 64\n", "add {others}, 64\n", "add {n}, 12\n")
+        concat!("add {words}, 64\n", "add {others}, 64\n", "add {n}, 8\n")
     };
 }
 
@@ -553,32 +591,33 @@ macro_rules! kind {
 #[rustfmt::skip]
 macro_rules! columns {
     ($r:tt, $codes:ident, folded, $op:ident) => {
-        concat!(products!($r, $codes, 32, $op), "add {n}, 8\n")
+        concat!(products!($r, $codes, 32, $op), "add {n}, 4\n")
     };
     (5, $codes:ident, 16, $op:ident) => {
-        concat!(products!(5, $codes, 16, $op), products!(5, $codes, 16, up_first), "add {n}, 8\n")
+        concat!(products!(5, $codes, 16, $op), products!(5, $codes, 16, of_type_swap_first), "add {n}, 4\n")
     };
     (6, $codes:ident, 16, $op:ident) => {
-        concat!(products!(6, $codes, 16, $op), products!(6, $codes, 16, up_first), "add {n}, 8\n")
+        concat!(products!(6, $codes, 16, $op), products!(6, $codes, 16, of_type_swap_first), "add {n}, 4\n")
     };
     ($r:tt, $codes:ident, 16, $op:ident) => {
-        concat!(products!($r, $codes, 16, $op), rows!($r, up), products!($r, $codes, 16, first), "add {n}, 8\n")
+        concat!(products!($r, $codes, 16, $op), rows!($r, of_type_swap), products!($r, $codes, 16, first), "add {n}, 4\n")
     };
     ($r:tt, $codes:ident, 32, $op:ident) => {
         concat!(products!($r, $codes, 32, $op), "add {n}, 4\n")
     };
 }
 
-/// The parts of [`block_of_type`], by words that the type has or of folded scales: what rows begin with; the products of 32 columns with that done row by row (first), and with what
-/// is due after the 32 before that (next); what is due after the last ones; going on to the next scales.
+/// The parts of [`block_of_type`], by words that the type has or of folded scales: what rows begin with; the products of 32 columns after that (first), or
+/// with what is due after the 32 before them and what they begin with done row by row (next, and where the 32 before them end a unit); what is due after the
+/// last ones; going on to the next scales.
 #[rustfmt::skip]
 macro_rules! of_type {
     (begin, $r:tt, folded) => { rows!($r, folded_begin) };
     (begin, $r:tt, $group:tt) => { rows!($r, begin) };
-    (first, $r:tt, $codes:ident, folded) => { columns!($r, $codes, folded, folded_begin_first) };
-    (first, $r:tt, $codes:ident, $group:tt) => { columns!($r, $codes, $group, begin_first) };
     (next, $r:tt, $codes:ident, folded) => { columns!($r, $codes, folded, folded_first) };
     (next, $r:tt, $codes:ident, $group:tt) => { columns!($r, $codes, $group, of_type_first) };
+    (next_unit, $r:tt, $codes:ident, folded) => { columns!($r, $codes, folded, folded_unit_first) };
+    (next_unit, $r:tt, $codes:ident, $group:tt) => { columns!($r, $codes, $group, of_type_unit_first) };
     (end, $r:tt, folded) => { rows!($r, of_type_end) };
     (end, $r:tt, $group:tt) => {
         concat!(
@@ -587,28 +626,33 @@ macro_rules! of_type {
     };
     (go_on, folded) => { "add {unit}, 4\n" };
     (go_on, $group:tt) => { "add {words}, 64\nadd {others}, 64\nadd {unit}, 4\n" };
+    // From the last group of a block to the first one of the next, and from there on.
+    (step, folded) => { "add {unit}, {step}\nmov {step:e}, 4\n" };
+    (step, $group:tt) => { "add {words}, 64\nadd {others}, 64\nadd {unit}, {step}\nmov {step:e}, 4\n" };
+    // The same where a unit ends.
+    (step_unit, folded) => { of_type!(step, folded) };
+    (step_unit, $group:tt) => { "add {words}, 128\nadd {others}, 128\nadd {unit}, {step}\nmov {step:e}, 4\n" };
 }
 
-/// The products of a block, and what there is to do with them, by words that the type has, or of folded scales. In tall tiles what is due after a group is done with the first
-/// line of the next one, row by row: all at once it would take the place of products, of which there are as many as all else together.
+/// The products of a block, and what there is to do with them, by words that the type has, or of folded scales.
 #[rustfmt::skip]
 macro_rules! block_of_type {
-    (tall $r:tt, $codes:ident, $group:tt) => {
-        concat!(
-            of_type!(first, $r, $codes, $group), "dec {groups}\n", "2:\n", of_type!(next, $r, $codes, $group), of_type!(go_on, $group),
-            "dec {groups}\n", "jnz 2b\n", of_type!(end, $r, $group)
-        )
-    };
-    (5, $codes:ident, $group:tt) => {
-        block_of_type!(tall 5, $codes, $group)
-    };
-    (6, $codes:ident, $group:tt) => {
-        block_of_type!(tall 6, $codes, $group)
-    };
     ($r:tt, $codes:ident, $group:tt) => {
         concat!(
             "2:\n", of_type!(begin, $r, $group), columns!($r, $codes, $group, first), of_type!(end, $r, $group), of_type!(go_on, $group),
             "dec {groups}\n", "jnz 2b\n"
+        )
+    };
+}
+
+/// The same in a tall tile: what is due after a group is done with the first line of the next one, row by row, be that of the next block. All at once it
+/// would take the place of products, of which there are as many as all else together. What is due after the last group is left to do.
+#[rustfmt::skip]
+macro_rules! tall_block_of_type {
+    ($r:tt, $codes:ident, $group:tt) => {
+        concat!(
+            "test {begins:e}, {begins:e}\n", "jz 2f\n", of_type!(next_unit, $r, $codes, $group), of_type!(step_unit, $group), "dec {groups}\n",
+            "2:\n", of_type!(next, $r, $codes, $group), of_type!(step, $group), "dec {groups}\n", "jnz 2b\n"
         )
     };
 }
@@ -618,17 +662,17 @@ macro_rules! block_of_type {
 macro_rules! block {
     (tall $r:tt, $codes:ident, $group:tt, $minima:tt, $op:ident, $after:literal) => {
         concat!(
-            products!($r, $codes, $group, begin_first), products!($r, $codes, $group, up_first), "dec {pairs}\n", "2:\n",
-            products!($r, $codes, $group, $op), $after, products!($r, $codes, $group, up_first), "dec {pairs}\n", "jnz 2b\n",
+            products!($r, $codes, $group, begin_first), products!($r, $codes, $group, swap_first), "dec {pairs}\n", "2:\n",
+            products!($r, $codes, $group, $op), $after, products!($r, $codes, $group, swap_first), "dec {pairs}\n", "jnz 2b\n",
             "vmovdqu64 zmm24, zmmword ptr [{words}]\n", "vmovdqu64 zmm25, zmmword ptr [{others}]\n", rows!($r, scale), minima!($r, $minima),
             rows!($r, total_in_memory)
         )
     };
     (tall $r:tt, $codes:ident, $group:tt, true) => {
-        block!(tall $r, $codes, $group, true, scale_first_minima, "add {words}, 128\nadd {others}, 128\nadd {n}, 16\n")
+        block!(tall $r, $codes, $group, true, scale_first_minima, "add {words}, 128\nadd {others}, 128\nadd {n}, 12\n")
     };
     (tall $r:tt, $codes:ident, $group:tt, false) => {
-        block!(tall $r, $codes, $group, false, scale_first, "add {words}, 64\nadd {others}, 64\nadd {n}, 12\n")
+        block!(tall $r, $codes, $group, false, scale_first, "add {words}, 64\nadd {others}, 64\nadd {n}, 8\n")
     };
     (5, $codes:ident, $group:tt, $minima:tt) => {
         block!(tall 5, $codes, $group, $minima)
@@ -638,16 +682,43 @@ macro_rules! block {
     };
     ($r:tt, $codes:ident, $group:tt, $minima:tt) => {
         concat!(
-            "2:\n", rows!($r, begin), products!($r, $codes, $group, first), rows!($r, up), products!($r, $codes, $group, first),
+            "2:\n", rows!($r, begin), products!($r, $codes, $group, first), rows!($r, swap), products!($r, $codes, $group, first),
             "vmovdqu64 zmm24, zmmword ptr [{words}]\n", "vmovdqu64 zmm25, zmmword ptr [{others}]\n", rows!($r, scale), minima!($r, $minima),
             "dec {pairs}\n", "jnz 2b\n", rows!($r, total)
         )
     };
 }
 
+/// What zmm30 and zmm31 are in tiles of a kind. By words of the type: what makes sums signed words, and the low nibble of each byte, or, of groups of 16,
+/// [`SWAPPED`]; of folded scales what is taken off the upper word of an input's sums, and the lower word. By words that were made: [`SWAPPED`], and the low
+/// nibbles.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn constants(kind: Kind) -> [__m512i; 2] {
+    let nibbles = _mm512_set1_epi32(0x0f0f_0f0f);
+    // SAFETY: 64 bytes.
+    let swapped = unsafe { _mm512_loadu_si512(SWAPPED.as_ptr().cast()) };
+    match (kind.words, kind.group) {
+        (Words::Made { .. }, _) => [swapped, nibbles],
+        (Words::Folded, _) => [_mm512_set1_epi32(1 << 16), _mm512_set1_epi32(0xffff)],
+        (Words::OfType, 16) => [_mm512_set1_epi32(WORD_ZEROS), swapped],
+        (Words::OfType, _) => [_mm512_set1_epi32(WORD_ZERO), nibbles],
+    }
+}
+
+/// What sums of products are by words of the type if no products were added.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn nothing_due(kind: Kind) -> __m512i {
+    match (kind.words, kind.group) {
+        (Words::OfType, _) => constants(kind)[0],
+        _ => _mm512_setzero_si512(),
+    }
+}
+
 /// Defines a tile of so many rows, of words that the type has.
 macro_rules! tile_of_type {
-    ($name:ident, $r:tt, $codes:ident, $group:tt, [$($total:tt: $i:tt),*] $($other:tt)*) => {
+    ($name:ident, $r:tt, $codes:ident, $group:tt, [$($total:tt: $i:tt),*]) => {
         /// A tile of that many rows.
         ///
         /// # Safety
@@ -655,9 +726,10 @@ macro_rules! tile_of_type {
         #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
         unsafe fn $name(t: &mut Tile<'_>) {
             const KIND: Kind = kind!($codes, $group, Words::OfType);
+            let [zmm30, zmm31] = constants(KIND);
             // SAFETY: the instructions by the caller's promise; `block` reads what `tile_of` says is there.
             unsafe {
-                tile_of::<{ 2 * $r }, true>(t, KIND, |at, totals| {
+                tile_of::<{ 2 * $r }, true, false>(t, KIND, |at, [_, parts, _]| {
                     let [mut first, mut second] = at.lines;
                     let [mut words, mut others] = at.words;
                     let (mut x, mut unit) = (at.x, at.x.wrapping_add(BLOCK));
@@ -665,27 +737,66 @@ macro_rules! tile_of_type {
                     let mut n = unit.wrapping_add(BLOCK / 32 * 4 - 4);
                     let mut groups = BLOCK / 32;
                     std::arch::asm!(
-                        // The low nibble of each byte, and 2^15.
-                        "vpternlogd zmm31, zmm31, zmm31, 255",
-                        "vpsrld zmm30, zmm31, 31",
-                        "vpslld zmm30, zmm30, 15",
-                        "vpsrlw zmm31, zmm31, 12",
-                        "vpsllw zmm24, zmm31, 8",
-                        "vpord zmm31, zmm31, zmm24",
                         // Folded scales have none.
                         "/* {words} {others} */",
                         block_of_type!($r, $codes, $group),
                         first = inout(reg) first, second = inout(reg) second, words = inout(reg) words, others = inout(reg) others,
                         n = inout(reg) n, x = inout(reg) x, unit = inout(reg) unit, groups = inout(reg) groups,
                         row = const KIND.inputs().block_bytes(),
-                        $(inout($total) totals[$i],)*
-                        $(out($other) _,)*
+                        $(inout($total) parts[$i],)*
                         out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
                         out("zmm7") _, out("zmm24") _, out("zmm25") _, out("zmm26") _,
-                        out("zmm27") _, out("zmm28") _, out("zmm29") _, out("zmm30") _, out("zmm31") _,
+                        out("zmm27") _, out("zmm28") _, out("zmm29") _, in("zmm30") zmm30, in("zmm31") zmm31,
                         options(nostack, readonly),
                     );
                     let _ = (first, second, words, others, n, x, unit, groups);
+                }, |_, _, _| ());
+            }
+        }
+    };
+}
+
+/// Defines a tall one.
+macro_rules! tall_tile_of_type {
+    ($name:ident, $r:tt, $codes:ident, $group:tt, [$($sum:tt $total:tt: $i:tt),*]) => {
+        /// A tile of that many rows.
+        ///
+        /// # Safety
+        /// The CPU has the instructions.
+        #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+        unsafe fn $name(t: &mut Tile<'_>) {
+            const KIND: Kind = kind!($codes, $group, Words::OfType);
+            let [zmm30, zmm31] = constants(KIND);
+            // SAFETY: the instructions by the caller's promise; `block` and `end` read what `tile_of` says is there, and write the totals, of which there are
+            // as many as it says.
+            unsafe {
+                tile_of::<{ 2 * $r }, true, true>(t, KIND, |at, [due, parts, totals]| {
+                    let [mut first, mut second] = at.lines;
+                    let [mut words, mut others] = at.words;
+                    let (mut x, mut unit, mut step) = (at.x, at.scale, at.step);
+                    // What inputs have begins with the sums: there are no words of theirs before them.
+                    let mut n = x.wrapping_add(BLOCK + BLOCK / 32 * 4 - 4);
+                    let mut groups = BLOCK / 32;
+                    std::arch::asm!(
+                        tall_block_of_type!($r, $codes, $group),
+                        first = inout(reg) first, second = inout(reg) second, words = inout(reg) words, others = inout(reg) others,
+                        n = inout(reg) n, x = inout(reg) x, unit = inout(reg) unit, step = inout(reg) step, groups = inout(reg) groups,
+                        begins = in(reg) u32::from(at.begins), totals = in(reg) totals.as_mut_ptr(),
+                        row = const KIND.inputs().block_bytes(), back = const KIND.chunk().2 * (SUPER / BLOCK),
+                        $(inout($sum) due[$i], inout($total) parts[$i],)*
+                        out("zmm24") _, out("zmm25") _, out("zmm26") _, out("zmm27") _, out("zmm28") _, out("zmm29") _, in("zmm30") zmm30, in("zmm31") zmm31,
+                        options(nostack),
+                    );
+                    let _ = (first, second, words, others, n, x, unit, step, groups);
+                }, |[words, others], unit, [due, parts]| {
+                    std::arch::asm!(
+                        "/* {words} {others} */",
+                        of_type!(end, $r, $group),
+                        words = in(reg) words, others = in(reg) others, unit = in(reg) unit, row = const KIND.inputs().block_bytes(),
+                        $(inout($sum) due[$i], inout($total) parts[$i],)*
+                        out("zmm24") _, out("zmm25") _, out("zmm28") _, out("zmm29") _, in("zmm30") zmm30, in("zmm31") zmm31,
+                        options(nostack, readonly),
+                    );
                 });
             }
         }
@@ -701,13 +812,14 @@ macro_rules! tiles_of_type {
             tile_of_type!(four, 4, $codes, $group, [
                 "zmm16": 0, "zmm17": 1, "zmm18": 2, "zmm19": 3, "zmm20": 4, "zmm21": 5, "zmm22": 6, "zmm23": 7
             ]);
-            tile_of_type!(five, 5, $codes, $group, [
-                "zmm12": 0, "zmm13": 1, "zmm14": 2, "zmm15": 3, "zmm16": 4, "zmm17": 5, "zmm18": 6, "zmm19": 7, "zmm20": 8, "zmm21": 9
-            ] "zmm8" "zmm9");
-            tile_of_type!(six, 6, $codes, $group, [
-                "zmm12": 0, "zmm13": 1, "zmm14": 2, "zmm15": 3, "zmm16": 4, "zmm17": 5, "zmm18": 6, "zmm19": 7, "zmm20": 8, "zmm21": 9,
-                "zmm22": 10, "zmm23": 11
-            ] "zmm8" "zmm9" "zmm10" "zmm11");
+            tall_tile_of_type!(five, 5, $codes, $group, [
+                "zmm0" "zmm12": 0, "zmm1" "zmm13": 1, "zmm2" "zmm14": 2, "zmm3" "zmm15": 3, "zmm4" "zmm16": 4, "zmm5" "zmm17": 5,
+                "zmm6" "zmm18": 6, "zmm7" "zmm19": 7, "zmm8" "zmm20": 8, "zmm9" "zmm21": 9
+            ]);
+            tall_tile_of_type!(six, 6, $codes, $group, [
+                "zmm0" "zmm12": 0, "zmm1" "zmm13": 1, "zmm2" "zmm14": 2, "zmm3" "zmm15": 3, "zmm4" "zmm16": 4, "zmm5" "zmm17": 5,
+                "zmm6" "zmm18": 6, "zmm7" "zmm19": 7, "zmm8" "zmm20": 8, "zmm9" "zmm21": 9, "zmm10" "zmm22": 10, "zmm11" "zmm23": 11
+            ]);
 
             /// Runs that of `r` rows.
             ///
@@ -739,19 +851,16 @@ macro_rules! tile {
         #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
         unsafe fn $name(t: &mut Tile<'_>) {
             const KIND: Kind = kind!($codes, $group, Words::Made { minima: $minima });
+            let [zmm30, zmm31] = constants(KIND);
             // SAFETY: the instructions by the caller's promise; `block` reads what `tile_of` says is there, and writes `totals`.
             unsafe {
-                tile_of::<{ 2 * $r }, false>(t, KIND, |at, totals| {
+                tile_of::<{ 2 * $r }, false, false>(t, KIND, |at, [_, totals, _]| {
                     let [mut first, mut second] = at.lines;
                     let [mut words, mut others] = at.words;
                     let mut n = at.x.wrapping_add(BLOCK + 4);
                     let (mut x, unit) = (at.x, at.x.wrapping_add(BLOCK));
                     let mut pairs = BLOCK / (2 * KIND.group);
                     std::arch::asm!(
-                        "vpternlogd zmm31, zmm31, zmm31, 255",
-                        "vpsrlw zmm31, zmm31, 12",
-                        "vpsllw zmm30, zmm31, 8",
-                        "vpord zmm31, zmm31, zmm30",
                         // Not all tiles have it.
                         "/* {totals} */",
                         rows!($r, clear),
@@ -763,11 +872,11 @@ macro_rules! tile {
                         out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
                         out("zmm7") _, out("zmm8") _, out("zmm9") _, out("zmm10") _, out("zmm11") _, out("zmm12") _,
                         out("zmm13") _, out("zmm14") _, out("zmm15") _, $(out($other) _,)* out("zmm24") _, out("zmm25") _, out("zmm26") _,
-                        out("zmm27") _, out("zmm28") _, out("zmm29") _, out("zmm30") _, out("zmm31") _,
+                        out("zmm27") _, out("zmm28") _, out("zmm29") _, in("zmm30") zmm30, in("zmm31") zmm31,
                         options(nostack),
                     );
                     let _ = (first, second, words, others, n, x, pairs);
-                });
+                }, |_, _, _| ());
             }
         }
     };
@@ -842,17 +951,21 @@ pub(crate) unsafe fn run(kind: Kind, r: usize, mut t: Tile<'_>) {
     unsafe { run(r, &mut t) }
 }
 
-/// Goes over the blocks of a tile; `N` is rows times panels, and `block` adds the products of a block to that many sums. `KEPT`: there are registers for totals,
-/// which else are added to the output with each unit.
+/// Goes over the blocks of a tile; `N` is rows times panels, and `block` adds the products of a block to that many sums, the second of what it is given.
+/// `KEPT`: there are registers for totals, which else are added to the output with each unit. `LATE`: what is due after the last group of a block, `block`
+/// does with the next one, and `end` after the last; meanwhile its sums of products are the first of what they are given. Then it also adds the sums to the
+/// totals, the third, times a unit, with the block after that.
 ///
 /// # Safety
-/// The CPU has AVX-512 F. `block` reads the lines of a block of each panel, the words of its groups, and the blocks of all rows.
+/// The CPU has AVX-512 F. `block` reads the lines of a block of each panel, the words of its groups, or from those of the last group before on, with their
+/// unit if that ends, and the blocks of all rows, with the scales of the last group before. So does `end`, of the last group.
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 #[inline]
-unsafe fn tile_of<const N: usize, const KEPT: bool>(
+unsafe fn tile_of<const N: usize, const KEPT: bool, const LATE: bool>(
     t: &mut Tile<'_>,
     kind: Kind,
-    block: impl Fn(Block, &mut [__m512; N]),
+    block: impl Fn(Block, [&mut [__m512; N]; 3]),
+    end: impl Fn([*const u8; P], *const u8, [&mut [__m512; N]; 2]),
 ) {
     let rows = N / P;
     let (row_bytes, block_bytes) = (kind.inputs().block_bytes(), kind.line_bytes());
@@ -869,10 +982,15 @@ unsafe fn tile_of<const N: usize, const KEPT: bool>(
         let first = tile * rows;
         let mut parts = [_mm512_setzero_ps(); N];
         let mut totals = parts;
+        // Such that nothing is due before the first group.
+        let mut due = [_mm512_castsi512_ps(nothing_due(kind)); N];
         let mut line = t.weights[0].as_ptr();
         let mut x = t.inputs.as_ptr().wrapping_add(first * row_bytes);
         let mut words = t.panel.as_ptr();
         let mut units = words;
+        // Before the first group as well there are a line and the scale of a group to read.
+        let (mut before, mut scale, mut step) = (words, x.wrapping_add(BLOCK), 0);
+        let of_both = |at: *const u8, stride: usize| [at, at.wrapping_add(stride)];
         let out_at = |r: usize, p: usize| out.wrapping_add((first + r) * t.out_stride + p * PANEL);
         if KEPT && t.first_block > 0 {
             for (r, totals) in totals.as_chunks_mut::<P>().0.iter_mut().enumerate() {
@@ -884,17 +1002,31 @@ unsafe fn tile_of<const N: usize, const KEPT: bool>(
         }
         for i in 0..t.blocks {
             t.later.ask();
-            if i & (chunk_blocks - 1) == 0 {
+            let begins = i & (chunk_blocks - 1) == 0;
+            if begins {
                 units = words;
                 words = words.wrapping_add(LINE);
             }
-            let of_both = |at: *const u8, stride: usize| [at, at.wrapping_add(stride)];
-            block(
-                Block { lines: of_both(line, t.weight_stride), words: of_both(words, t.panel_stride), x },
-                &mut parts,
-            );
+            let at = Block {
+                lines: of_both(line, t.weight_stride),
+                words: of_both(if LATE { before } else { words }, t.panel_stride),
+                x,
+                scale,
+                step,
+                begins: begins && i > 0,
+            };
+            block(at, [&mut due, &mut parts, &mut totals]);
             words = words.wrapping_add(words_bytes);
-            if (i + 1) & (chunk_blocks - 1) == 0 || i + 1 == t.blocks {
+            let last = i + 1 == t.blocks;
+            if LATE {
+                before = words.wrapping_sub(LINE);
+                scale = x.wrapping_add(BLOCK + (BLOCK / 32 - 1) * 4);
+                step = t.input_stride.wrapping_sub((BLOCK / 32 - 1) * 4);
+                if last {
+                    end(of_both(before, t.panel_stride), scale, [&mut due, &mut parts]);
+                }
+            }
+            if last || !LATE && (i + 1) & (chunk_blocks - 1) == 0 {
                 // SAFETY: the units of both panels, which are a line before the words of a chunk.
                 let units = of_both(units, t.panel_stride).map(|at| unsafe { _mm512_loadu_ps(at.cast()) });
                 let begun = if t.first_block + i >= chunk_blocks { masks } else { [0; P] };

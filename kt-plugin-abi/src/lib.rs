@@ -300,8 +300,8 @@ pub struct Input {
     pub kind: u32,
     /// Columns per scale of int8.
     pub group: u32,
-    /// Which sums of int8 codes are kept: 0: times a number, 1: scaled, 2: of each half of a group, times a number, 3: as words; 4, 5, 6, 7: as 0, 2, 3 and 1, in
-    /// pairs of columns; 8: as 0 and as 1. With integer scales: 1 for weights with minima, else 0.
+    /// Which sums of int8 codes are kept: 0: times a number, 1: scaled, 2: of each half of a group, times a number, in words, 3: as words; 4, 5, 6, 7: as 0,
+    /// 2, 3 and 1, in pairs of columns; 8: as 0 and as 1. With integer scales: 1 for weights with minima, else 0.
     pub sums: u32,
     /// That number.
     pub times: i32,

@@ -36,16 +36,17 @@ pub enum InputLayout {
         sums: Sums,
     },
     /// 128 signed codes, as those of groups of 32 columns of [`InputLayout::Int8`]; then the unit of the block, an F32; then for each two groups of `group` columns,
-    /// as weights have them, three numbers of 32 bits, or four:
+    /// as weights have them, two pairs of words, or three:
     ///
-    /// - the scales of both as words, that of the first one above: `x = code * scale * 2^-15 * unit`. Two groups of 16 columns have the same one;
-    /// - minus `zero` times the sum of the codes of the first one, and 1 more in every other pair;
-    /// - the same of the second one, with nothing more;
-    /// - with `minima`, their sums of codes times scales, times 2^-15, as words.
+    /// - the scales of both, that of the first one above: `x = code * scale * 2^-15 * unit`. Two groups of 16 columns have the same one;
+    /// - what sums of products of both begin with, that of the first one below, as both words change places when its products are added: minus `zero` times
+    ///   the sum of its codes;
+    /// - with `minima`, their sums of codes times scales, times 2^-15, that of the first one above.
     ///
     /// For weights whose scales are words as well. Sums of products of the codes of a group with integers of up to `zero` fit a signed word: where they
-    /// would not, the codes are smaller. A sum that is moved above another one is one less where that one is negative, which is every other time:
-    /// hence the 1.
+    /// would not, the codes are smaller. Of two sums, each is one less where the other is negative while that is below it, which is every other time: hence
+    /// both begin with 1 more in every other pair, not in the same ones. A second one that begins with less than 0 goes on as if with 2^16 more, which
+    /// the first one begins with 1 less for.
     Int8Words {
         /// Columns per scale of the weights: 16 or 32.
         group: usize,
@@ -63,9 +64,9 @@ pub enum Sums {
     Times(i32),
     /// The sum times the scale, as F32: for weights with minima.
     Scaled,
-    /// As [`Sums::Times`], for each half of the group, the second one [`WORD_ZERO`] more: for weights whose scales are those of half as many
-    /// columns. Products of the codes of a half with integers of up to so great a magnitude sum up to a signed word: where they would not,
-    /// the codes of the group are smaller.
+    /// As [`Sums::Times`], two words: of the first half of the group, and above it of the second one, each [`WORD_ZERO`] more. For weights whose scales are
+    /// those of half as many columns: the words change places when the products of the first half are added. Products of the codes of a half with integers of
+    /// up to so great a magnitude sum up to a signed word: where they would not, the codes of the group are smaller.
     Halves(i32),
     /// The sum as the upper word of an I32, and so many times the sum, [`WORD_ZERO`] more, below it: for weights that have integers for scales
     /// and for minima, so that one multiplication of words does for both. Weights have magnitudes of 8 at most, so that sums of products
@@ -74,7 +75,7 @@ pub enum Sums {
     /// As [`Sums::Times`], but two words: of the first two of each four columns, and above it of the others, as multiplications without VNNI
     /// leave sums of products. For groups of up to 32 columns and magnitudes of 16 at most, so that both fit.
     Pairs(i32),
-    /// As [`Sums::Halves`], but two words for each half, as [`Sums::Pairs`] has them.
+    /// As [`Sums::Pairs`], of each half of the group: for the weights that [`Sums::Halves`] is for.
     PairHalves(i32),
     /// As [`Sums::Pairs`], and the sum as the upper word of an I32: see [`Sums::Words`].
     PairWords(i32),
@@ -88,15 +89,16 @@ pub enum Sums {
 /// them.
 pub const WORD_ZERO: i32 = 1 << 15;
 
+/// [`WORD_ZERO`] in both words.
+pub const WORD_ZEROS: i32 = WORD_ZERO << 16 | WORD_ZERO;
+
 impl Sums {
     /// Numbers that are kept of a group.
     #[inline(always)]
     pub const fn of_group(self) -> usize {
         match self {
-            Sums::Halves(_) | Sums::PairHalves(_) | Sums::PairWords(_) | Sums::PairScaled(_) | Sums::TimesScaled(_) => {
-                2
-            }
-            Sums::Times(_) | Sums::Scaled | Sums::Words(_) | Sums::Pairs(_) => 1,
+            Sums::PairHalves(_) | Sums::PairWords(_) | Sums::PairScaled(_) | Sums::TimesScaled(_) => 2,
+            Sums::Times(_) | Sums::Scaled | Sums::Halves(_) | Sums::Words(_) | Sums::Pairs(_) => 1,
         }
     }
 
@@ -164,7 +166,7 @@ impl Sums {
             Sums::Times(times) => put(&[sum * times]),
             Sums::Scaled => put(&[scaled]),
             Sums::Words(times) => put(&[(sum << 16) + sum * times + WORD_ZERO]),
-            Sums::Halves(times) => put(&[first * times, second * times + WORD_ZERO]),
+            Sums::Halves(times) => put(&[words([first, second], times) ^ WORD_ZEROS]),
             Sums::Pairs(times) => put(&[words(pairs, times)]),
             Sums::PairHalves(times) => put(&halves.map(|pairs| words(pairs, times))),
             Sums::PairWords(times) => put(&[words(pairs, times), sum << 16]),
@@ -205,7 +207,7 @@ impl InputLayout {
     /// Bytes of what [`InputLayout::Int8Words`] has for two groups.
     #[inline(always)]
     pub const fn pair_bytes(minima: bool) -> usize {
-        if minima { 16 } else { 12 }
+        if minima { 12 } else { 8 }
     }
 
     /// What [`to_words`] wants kept of the codes of groups of 32 columns, which are rounded accordingly, for weights with groups of `group`.
@@ -304,7 +306,7 @@ pub struct OfGroups {
     /// Their scales.
     pub scales: [u8; GROUPS * 4],
     /// What is kept of their sums.
-    pub kept: [u8; GROUPS * 8],
+    pub kept: [u8; GROUPS * 4],
 }
 
 /// Makes what a block of [`InputLayout::Int8Words`] has behind its codes. Vectorizes inside a `#[target_feature]` caller.
@@ -331,9 +333,9 @@ pub fn to_words(layout: InputLayout, of_groups: &OfGroups, out: &mut [u8]) {
         *word = nearest(scale / by * WORD_TOP);
     }
     let mut sums = [[0; 2]; GROUPS];
-    for (sums, &bytes) in sums.iter_mut().zip(of_groups.kept.as_chunks::<8>().0) {
-        let [a, b, c, d, e, f, g, h] = bytes;
-        *sums = [i32::from_le_bytes([a, b, c, d]), i32::from_le_bytes([e, f, g, h]) - WORD_ZERO];
+    for (sums, &bytes) in sums.iter_mut().zip(of_groups.kept.as_chunks::<4>().0) {
+        let words = i32::from_le_bytes(bytes) ^ WORD_ZEROS;
+        *sums = [i32::from(words as i16), words >> 16];
     }
     let down = -1.0 / (32768.0 * zero as f32);
     for (pair, out) in out.chunks_exact_mut(InputLayout::pair_bytes(minima)).enumerate() {
@@ -347,9 +349,11 @@ pub fn to_words(layout: InputLayout, of_groups: &OfGroups, out: &mut [u8]) {
         };
         let scaled =
             [nearest(sums[0] as f32 * words[0] as f32 * down), nearest(sums[1] as f32 * words[1] as f32 * down)];
+        let odd = (pair & 1) as i32;
+        let second = sums[1] + (odd ^ 1);
+        let first = sums[0] + odd - i32::from(second < 0);
         // The last one only with minima.
-        let numbers =
-            [words[0] << 16 | words[1], sums[0] + (pair & 1) as i32, sums[1], scaled[0] << 16 | (scaled[1] & 0xffff)];
+        let numbers = [words[0] << 16 | words[1], (second << 16) + first, scaled[0] << 16 | (scaled[1] & 0xffff)];
         for (out, number) in out.as_chunks_mut::<4>().0.iter_mut().zip(numbers) {
             *out = number.to_le_bytes();
         }
@@ -581,10 +585,18 @@ mod tests {
                     assert!(reach * zero < 1 << 15, "{layout:?} {reach}");
                     let word = |at: usize| if second == 0 { bits(at) >> 16 } else { i32::from(bits(at) as i16) };
                     let scale = word(at);
-                    let more = if second == 0 { (pair & 1) as i32 } else { 0 };
-                    assert_eq!(bits(at + 4 + second * 4), -zero * sum + more, "{layout:?}");
+                    // As products go on, with weights that are all the same: the sum of the first group ends above that of the second one.
+                    for weight in [0, 1, zero, 2 * zero] {
+                        let columns = &out[pair * 2 * group..][..2 * group];
+                        let [first, after] = [0, group].map(|start| {
+                            columns[start..][..group].iter().map(|&c| weight * i32::from(c as i8)).sum::<i32>()
+                        });
+                        let ends = ((bits(at + 4) + first) as u32).rotate_left(16) as i32 + after;
+                        let got = if second == 0 { ends >> 16 } else { i32::from(ends as i16) };
+                        assert!(((weight - zero) * sum - got).abs() <= 1, "{layout:?} {weight}");
+                    }
                     if minima {
-                        assert!((f64::from(word(at + 12)) - f64::from(sum * scale) / 32768.0).abs() < 0.51);
+                        assert!((f64::from(word(at + 8)) - f64::from(sum * scale) / 32768.0).abs() < 0.51);
                     }
                     for (code, x) in codes.zip(&x[first_column..]) {
                         let got = code as f32 * scale as f32 / 32768.0 * unit;
@@ -626,9 +638,16 @@ mod tests {
         // Such codes are never too large.
         let (same, same_scales, whole) = packed(Sums::Times(1), &x);
         assert_eq!((&codes, &scales), (&same, &same_scales));
-        assert_eq!((whole.len(), sums.len()), (4, 8));
-        for (i, (sum, codes)) in sums.iter().zip(codes.chunks(16)).enumerate() {
-            assert_eq!(*sum, -4 * codes.iter().sum::<i32>() + i as i32 % 2 * WORD_ZERO);
+        assert_eq!((whole.len(), sums.len()), (4, 4));
+        for (&kept, codes) in sums.iter().zip(codes.chunks(32)) {
+            let [first, second] = [0, 16].map(|start| codes[start..][..16].iter().sum::<i32>());
+            assert_eq!([kept & 0xffff, (kept as u32 >> 16) as i32], [first, second].map(|sum| -4 * sum + WORD_ZERO));
+            // As products go on, with codes of 0..8: both sums less 4 times their codes, the first one above.
+            for code in [0, 7] {
+                let first_done = (kept + code * first) as u32;
+                let words = (first_done.rotate_left(16) as i32 + code * second) ^ WORD_ZEROS;
+                assert_eq!([words >> 16, i32::from(words as i16)], [first, second].map(|sum| (code - 4) * sum));
+            }
         }
     }
 
