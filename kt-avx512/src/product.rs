@@ -188,6 +188,16 @@ fn alone<I: Isa, K: Path<I>>(isa: I, rows: usize) -> bool {
     I::LARGE && K::ONE_STREAM > 0 && isa.ports() == Ports::Double && (2..=ALONE_ROWS).contains(&rows)
 }
 
+/// Whether so many rows stream in two passes where lines would be unpacked for them before, which takes longer than to unpack them twice beside products where there are two
+/// of these a cycle. Zen 5, from memory, before / in two passes, us at 14 · 16 · 20 · 24 rows: Q5_K 92/85 · 100/92 · 118/97 · 132/118, F16 222/201 · 249/202 · 298/283 ·
+/// 347/329. Not FP8 of which tiles of fewer rows are shifted: level, or 2 % slower.
+fn streams_twice<I: Isa, K: Path<I>>(isa: I, rows: usize) -> bool {
+    let few = const { I::LARGE && I::VNNI && !I::TILES } && rows <= 2 * isa.stream_rows(K::STREAM_ROWS);
+    // Both passes go over as many panels at once.
+    let alike = || K::stream_panels(isa, rows / 2) == K::stream_panels(isa, rows.div_ceil(2));
+    few && isa.ports() == Ports::Double && K::unpacked(isa, K::STREAM_ROWS + 1) && alike()
+}
+
 /// Panels at once for rows that pass over lines in the cache.
 const fn cached_panels<I: Isa>() -> usize {
     if I::LARGE { 2 } else { 1 }
@@ -771,9 +781,10 @@ impl Product<'_> {
         let mut done = 0;
         let streams = const { K::STREAM_ROWS > 0 } && n <= isa.stream_rows(K::STREAM_ROWS);
         let on_tiles = !streams && (n <= TILE_ROWS || K::STREAMS_ANY_ROWS) && K::STREAMS_ON_TILES;
-        if streams || on_tiles {
+        let twice = !streams && !on_tiles && streams_twice::<I, K>(isa, n);
+        if streams || on_tiles || twice {
             // Of many rows some at a time, as many each time.
-            let passes = if on_tiles { n.div_ceil(STREAM_ROWS) } else { 1 };
+            let passes = if on_tiles { n.div_ceil(STREAM_ROWS) } else { 1 + usize::from(twice) };
             if on_tiles && n > TILE_ROWS {
                 // With each step of each tile of rows. A tile alone waits for memory as it is.
                 let passes = (0..passes).map(|pass| n * (pass + 1) / passes - n * pass / passes);
@@ -788,9 +799,10 @@ impl Product<'_> {
                 later.spread(1, Level::Second);
                 later.ask();
             }
-            let panels = if on_tiles { K::TILE_PANELS } else { K::stream_panels(isa, n) };
+            let most = n.div_ceil(passes);
+            let panels = if on_tiles { K::TILE_PANELS } else { K::stream_panels(isa, most) };
             let (lines_at, scales_at) = (layout.lines_at(0), scales_at(0));
-            let ahead = Ahead::of(n, panels, K::INTEGERS, layout.bundle);
+            let ahead = Ahead::of(if on_tiles { n } else { most }, panels, K::INTEGERS, layout.bundle);
             let mut rows = (inputs, input_stride, block_bytes);
             let mut sums: &mut [u8] = &mut [];
             if on_tiles {
@@ -824,7 +836,7 @@ impl Product<'_> {
                     if on_tiles {
                         K::stream_on_tiles(isa, end - first, tile);
                     } else {
-                        K::stream(isa, n, tile);
+                        K::stream(isa, end - first, tile);
                     }
                 }
                 done += panels * PANEL;
