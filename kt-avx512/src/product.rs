@@ -188,11 +188,13 @@ fn alone<I: Isa, K: Path<I>>(isa: I, rows: usize) -> bool {
     I::LARGE && K::ONE_STREAM > 0 && isa.ports() == Ports::Double && (2..=ALONE_ROWS).contains(&rows)
 }
 
-/// Whether so many rows stream in two passes where lines would be unpacked for them before, which takes longer than to unpack them twice beside products where there are two
-/// of these a cycle. Zen 5, from memory, before / in two passes, us at 14 · 16 · 20 · 24 rows: Q5_K 92/85 · 100/92 · 118/97 · 132/118, F16 222/201 · 249/202 · 298/283 ·
-/// 347/329. Not FP8 of which tiles of fewer rows are shifted: level, or 2 % slower.
+/// Whether so many rows stream in two passes, of bundles whose lines would be unpacked for them before. That takes longer than to unpack them twice beside products where there
+/// are two of these a cycle: Zen 5, from memory, before / in two passes, us at 14 · 16 · 20 · 24 rows: Q5_K 92/85 · 100/92 · 118/97 · 132/118, Q6_K 85/79 · 93/86 ·
+/// 106/105 · 121/119. Not codes of two bits (layers of TQ1_0 and IQ1_S 5 to 10 % slower), and not FP8 of which tiles of fewer rows are shifted (level, or 2 % slower).
 fn streams_twice<I: Isa, K: Path<I>>(isa: I, rows: usize) -> bool {
-    let few = const { I::LARGE && I::VNNI && !I::TILES } && rows <= 2 * isa.stream_rows(K::STREAM_ROWS);
+    let bundles = const { K::Lines::BUNDLE > 1 && (I::VNNI && K::Lines::SHARED || !K::INTEGERS) };
+    let measured = const { I::LARGE && !I::TILES } && bundles;
+    let few = measured && rows <= 2 * isa.stream_rows(K::STREAM_ROWS);
     // Both passes go over as many panels at once.
     let alike = || K::stream_panels(isa, rows / 2) == K::stream_panels(isa, rows.div_ceil(2));
     few && isa.ports() == Ports::Double && K::unpacked(isa, K::STREAM_ROWS + 1) && alike()
