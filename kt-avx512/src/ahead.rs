@@ -123,6 +123,24 @@ impl Ahead {
             prefetch_now(line.wrapping_add(NEAR / panels));
         }
     }
+
+    /// How far ahead of a line to ask for another one to the second level, and to the first, if that is `ahead` bytes from it, for [`Ahead::ask_apart`]; `panels` are
+    /// read by turns, each elsewhere. 0: of the line itself, which asks for nothing.
+    #[inline(always)]
+    pub(crate) fn apart(self, ahead: usize, panels: usize) -> [usize; 2] {
+        match self.to {
+            To::Second => [ahead, 0],
+            To::First => [0, ahead],
+            To::Both => [ahead, NEAR / panels],
+        }
+    }
+
+    /// Asks for the lines that are so far ahead of one, as [`Ahead::apart`] says: two hints, and no branch, behind which compilers put products off. Any address will do.
+    #[inline(always)]
+    pub(crate) fn ask_apart(line: *const u8, [second, first]: [usize; 2]) {
+        prefetch_later(line.wrapping_add(second));
+        prefetch_now(line.wrapping_add(first));
+    }
 }
 
 /// Lines that will be read later, asked for a few at a time while what is in the cache is multiplied: all at once they would wait for each

@@ -419,6 +419,8 @@ struct Place {
     input_bytes: usize,
     /// From a line to the one to ask for, and from one that lies apart.
     ahead: [usize; 2],
+    /// The same of steps that share lines: see [`Ahead::apart`].
+    apart: [[usize; 2]; 2],
 }
 
 impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, const R: usize, const P: usize>
@@ -527,17 +529,21 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 };
             }
             if STREAM && L::SHARED {
-                // Before them all: which hint it is is a branch, behind which compilers put products off, and keep the inputs of all steps in memory.
                 // By hand: of several panels compilers keep a loop, and find out at each step which lines begin there.
                 assert!(matches!(steps, 2 | 4));
-                if ASKS {
-                    Self::ask_shared(t, *line, at.ahead, steps);
+                macro_rules! shared {
+                    ($step:expr) => {
+                        if ASKS {
+                            Self::ask_shared(t, *line, at.apart, $step);
+                        }
+                        add!($step, false);
+                    };
                 }
-                add!(0, false);
-                add!(1, false);
+                shared!(0);
+                shared!(1);
                 if steps > 2 {
-                    add!(2, false);
-                    add!(3, false);
+                    shared!(2);
+                    shared!(3);
                 }
             } else if L::BY_HAND {
                 assert!(!STREAM && L::OPERANDS == 1 && XG == BLOCK && P == 2 && ASK_STEPS == 8);
@@ -604,19 +610,18 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         }
     }
 
-    /// Asks for the lines that steps share, from the first one on, which begins at `line`: in the order of addresses, if panels take turns, and not panel by panel, of which
-    /// the hardware would not see that they are one stream.
+    /// Asks for the lines that begin with a step, of those that steps share, which begin at `line`: in the order of addresses, if panels take turns, and not panel by panel, of
+    /// which the hardware would not see that they are one stream.
     #[inline(always)]
-    fn ask_shared(t: &Tile<'_>, line: [*const u8; 2], ahead: [usize; 2], steps: usize) {
-        let panels = if L::BUNDLE > 1 { 1 } else { P };
-        for (i, &ahead) in ahead.iter().enumerate() {
-            let lines = (steps * L::PLANES[i]).div_ceil(LINE);
+    fn ask_shared(t: &Tile<'_>, line: [*const u8; 2], apart: [[usize; 2]; 2], step: usize) {
+        for (i, &apart) in apart.iter().enumerate() {
+            let (first, end) = ((step * L::PLANES[i]).div_ceil(LINE), ((step + 1) * L::PLANES[i]).div_ceil(LINE));
             // So many that compilers unroll it; a loop over as many as there are they would keep.
             for n in 0..MOST_SHARED {
                 for p in 0..P {
-                    if n < lines {
+                    if first <= n && n < end {
                         let at = Self::of_panel(t, line, p)[i].wrapping_add(Steps::<L, XG>::spread(n * LINE));
-                        t.ahead.ask_line(at, ahead, panels);
+                        Ahead::ask_apart(at, apart);
                     }
                 }
             }
@@ -638,7 +643,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         [acc, high]: [&mut [[I::Int; P]; R]; 2],
     ) {
         let apart = Self::apart::<I>();
-        let Place { x, input_bytes, ahead } = at;
+        let Place { x, input_bytes, ahead, .. } = at;
         let mut w = [[isa.splat(0); 2]; P];
         for (p, w) in w.iter_mut().enumerate() {
             let line = Self::of_panel(t, line, p);
@@ -820,6 +825,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     scaled_words = [[isa.zero(); P]; R];
                 }
                 let ahead = if ASKS { t.ahead::<P>(block, stride, line_step) } else { [0; 2] };
+                let apart = ahead.map(|ahead| t.ahead.apart(ahead, if L::BUNDLE > 1 { 1 } else { P }));
                 if ASKS {
                     t.ask_next_front::<P>(block, stride);
                 }
@@ -913,7 +919,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                     }
                                 }
                             }
-                            let at = Place { x: x.wrapping_add(within * BLOCK), input_bytes, ahead };
+                            let at = Place { x: x.wrapping_add(within * BLOCK), input_bytes, ahead, apart };
                             // SAFETY: `XG` columns from column `k + h * XG` on, in bounds as said above.
                             unsafe {
                                 let at = (&mut line, at, k + h * XG);
