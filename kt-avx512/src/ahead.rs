@@ -15,7 +15,7 @@
 //! | Intel, by Xeons with AMX (the 6 KiB by one of two) | any | to the second level, then to the first | 8 KiB, then 6 KiB |
 //! | others | with AVX-512 as Zen 4, else as Zen 3; not measured | | |
 //!
-//! Lines that steps share have two hints each and no branch (`Ahead::ask_apart`): for those on Zen 5 the first level is not past the others.
+//! Lines that steps share have two hints each and no branch (`Ahead::ask_at`): for those on Zen 5 the first level is not past the others.
 
 #![allow(unsafe_code)] // hints, and what the CPU is
 
@@ -126,10 +126,10 @@ impl Ahead {
         }
     }
 
-    /// How far ahead of a line to ask for another one to the second level, and to the first, if that is `ahead` bytes from it, for [`Ahead::ask_apart`]; `panels` are
+    /// How far ahead of a line to ask for another one to the second level, and to the first, if that is `ahead` bytes from it, for [`Ahead::ask_at`]; `panels` are
     /// read by turns, each elsewhere. 0: of the line itself, which asks for nothing.
     #[inline(always)]
-    pub(crate) fn apart(self, ahead: usize, panels: usize) -> [usize; 2] {
+    pub(crate) fn distances(self, ahead: usize, panels: usize) -> [usize; 2] {
         match self.to {
             To::Second => [ahead, 0],
             To::First => [0, ahead],
@@ -137,9 +137,9 @@ impl Ahead {
         }
     }
 
-    /// Asks for the lines that are so far ahead of one, as [`Ahead::apart`] says: two hints, and no branch, behind which compilers put products off. Any address will do.
+    /// Asks for the lines that are so far ahead of one, as [`Ahead::distances`] says: two hints, and no branch, behind which compilers put products off. Any address will do.
     #[inline(always)]
-    pub(crate) fn ask_apart(line: *const u8, [second, first]: [usize; 2]) {
+    pub(crate) fn ask_at(line: *const u8, [second, first]: [usize; 2]) {
         prefetch_later(line.wrapping_add(second));
         prefetch_now(line.wrapping_add(first));
     }

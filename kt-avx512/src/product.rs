@@ -804,7 +804,7 @@ impl Product<'_> {
             let most = n.div_ceil(passes);
             let panels = if on_tiles { K::TILE_PANELS } else { K::stream_panels(isa, most) };
             let (lines_at, scales_at) = (layout.lines_at(0), scales_at(0));
-            let ahead = Ahead::of(if on_tiles { n } else { most }, panels, K::INTEGERS, layout.bundle);
+            let ahead = Ahead::of(most, panels, K::INTEGERS, layout.bundle);
             let mut rows = (inputs, input_stride, block_bytes);
             let mut sums: &mut [u8] = &mut [];
             if on_tiles {

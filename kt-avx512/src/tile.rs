@@ -419,8 +419,8 @@ struct Place {
     input_bytes: usize,
     /// From a line to the one to ask for, and from one that lies apart.
     ahead: [usize; 2],
-    /// The same of steps that share lines: see [`Ahead::apart`].
-    apart: [[usize; 2]; 2],
+    /// The same for steps that share lines: see [`Ahead::distances`].
+    distances: [[usize; 2]; 2],
 }
 
 impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, const R: usize, const P: usize>
@@ -534,7 +534,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 macro_rules! shared {
                     ($step:expr) => {
                         if ASKS {
-                            Self::ask_shared(t, *line, at.apart, $step);
+                            Self::ask_shared(t, *line, at.distances, $step);
                         }
                         add!($step, false);
                     };
@@ -613,15 +613,15 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
     /// Asks for the lines that begin with a step, of those that steps share, which begin at `line`: in the order of addresses, if panels take turns, and not panel by panel, of
     /// which the hardware would not see that they are one stream.
     #[inline(always)]
-    fn ask_shared(t: &Tile<'_>, line: [*const u8; 2], apart: [[usize; 2]; 2], step: usize) {
-        for (i, &apart) in apart.iter().enumerate() {
+    fn ask_shared(t: &Tile<'_>, line: [*const u8; 2], distances: [[usize; 2]; 2], step: usize) {
+        for (i, &distances) in distances.iter().enumerate() {
             let (first, end) = ((step * L::PLANES[i]).div_ceil(LINE), ((step + 1) * L::PLANES[i]).div_ceil(LINE));
             // So many that compilers unroll it; a loop over as many as there are they would keep.
             for n in 0..MOST_SHARED {
                 for p in 0..P {
                     if first <= n && n < end {
                         let at = Self::of_panel(t, line, p)[i].wrapping_add(Steps::<L, XG>::spread(n * LINE));
-                        Ahead::ask_apart(at, apart);
+                        Ahead::ask_at(at, distances);
                     }
                 }
             }
@@ -825,7 +825,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     scaled_words = [[isa.zero(); P]; R];
                 }
                 let ahead = if ASKS { t.ahead::<P>(block, stride, line_step) } else { [0; 2] };
-                let apart = ahead.map(|ahead| t.ahead.apart(ahead, if L::BUNDLE > 1 { 1 } else { P }));
+                let distances = ahead.map(|ahead| t.ahead.distances(ahead, if L::BUNDLE > 1 { 1 } else { P }));
                 if ASKS {
                     t.ask_next_front::<P>(block, stride);
                 }
@@ -919,7 +919,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                                     }
                                 }
                             }
-                            let at = Place { x: x.wrapping_add(within * BLOCK), input_bytes, ahead, apart };
+                            let at = Place { x: x.wrapping_add(within * BLOCK), input_bytes, ahead, distances };
                             // SAFETY: `XG` columns from column `k + h * XG` on, in bounds as said above.
                             unsafe {
                                 let at = (&mut line, at, k + h * XG);
