@@ -60,6 +60,10 @@ const NARROW_TOKENS: usize = 512;
 
 /// How many rows before sums are added to, they are asked for: each is somewhere else in memory.
 const ADDED_AHEAD: usize = 4;
+/// How many tasks of packing inputs a thread has at least, and rows of one at most: marks of rows that follow each other share lines, which threads would take
+/// from each other.
+const PACKED_TASKS: usize = 8;
+const PACKED_ROWS: usize = 16;
 /// Tokens of a task of run 4.
 const ADDED_TOKENS: usize = 16;
 
@@ -733,8 +737,8 @@ fn chunks_of(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     (0..chunks).map(move |chunk| first + n * chunk / chunks..first + n * (chunk + 1) / chunks)
 }
 
-/// Packs rows `0..rows` of a matrix of `cols` columns, one task per row; `read(row, columns, out)` gets the values, and `place(row, block, blocks)`
-/// says which block of `bytes` they become, of so many of a row.
+/// Packs rows `0..rows` of a matrix of `cols` columns; `read(row, columns, out)` gets the values, and `place(row, block, blocks)` says which block of
+/// `bytes` they become, of so many of a row.
 fn pack_rows<K: Kernel>(
     kernel: K,
     region: &mut Region<'_>,
@@ -758,11 +762,8 @@ fn pack_rows<K: Kernel>(
         }
     };
     // One row takes about a microsecond: less than waking anybody.
-    if rows <= 2 {
-        region.run(1, |_, _| (0..rows).for_each(pack));
-    } else {
-        region.run(rows, |row, _| pack(row));
-    }
+    let each = if rows <= 2 { 2 } else { (rows / (PACKED_TASKS * region.threads())).clamp(1, PACKED_ROWS) };
+    region.run(rows.div_ceil(each), |task, _| (task * each..rows.min((task + 1) * each)).for_each(pack));
     *marks = pieces.marks();
 }
 
