@@ -350,8 +350,8 @@ pub(crate) const fn scaled_blocks<S: Scale>() -> usize {
 
 /// The most rows that read one panel of integers after another, in the order of addresses, without hints.
 pub(crate) const fn one_stream<L: Lines, S: Scale, const XG: usize, const WG: usize>() -> usize {
-    // Nibbles with scales among their blocks, or with none.
-    if (head::<S, XG, WG>().1 > 0 || S::RECORD == 0) && L::OPERANDS > 1 && L::PLANES[0] == LINE && L::PLANES[1] == 0 {
+    // Codes of three or four bits with scales among their blocks, or with none.
+    if (head::<S, XG, WG>().1 > 0 || S::RECORD == 0) && L::OPERANDS > 1 && L::BUNDLE == 1 && L::PLANES[1] == 0 {
         // Two rows gain by several panels and hints what one stream does not hide of their products; not where scales for more columns lie apart.
         if S::SUPER > 0 { 2 } else { 1 }
     } else {

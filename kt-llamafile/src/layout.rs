@@ -2,21 +2,19 @@
 //!
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …                      outputs padded to 64, four panels
-//! panel    super records | group records, where they are not in blocks | block 0 | block 1 | … | plane 1   each part padded to 64 bytes
-//! block    group records, unless there is a plane 1 or a group is longer | group 0 | group 1 | …   columns padded to 128
-//! group    steps of plane 0                                                                      what the second table has as a group
-//! plane    steps of 8 columns of a group
+//! panel    super records | group records, where they are not in blocks | block 0 | block 1 | …   each part padded to 64 bytes
+//! block    group records, unless a group is longer | group 0 | group 1 | …                       columns padded to 128
+//! group    steps of 8 columns                                                                    what the second table has as a group
 //! bundle   line 0 of panel 0, line 0 of panel 1, line 1 of panel 0, …                            of two panels
 //!
-//! Only codes of three bits have two planes, plane 1 of all groups behind all blocks. Those of two, five and six bits lie in bundles: unpacking them takes
-//! so long that two panels are done at once, and so they are one stream from memory (`kt-avx512/src/layout.rs`).
-//!
 //! operand  64 bytes: the code of column k + i (i in 0..4) of output o is byte 4 * o + i
-//! step     operand A (columns 0..4) and operand B (columns 4..8), their bits spread over the planes
+//! step     operand A (columns 0..4) and operand B (columns 4..8)
 //! ```
 //!
-//! Codes are unsigned, as the readers of `kt_core::format::ggml` give them; those of Q8_0 are 128 more than their values. A plane
-//! holds some bits of every code, so many bytes a step:
+//! Codes of two, five and six bits lie in bundles: unpacking them takes so long that two panels are done at once, and so they are one stream from memory
+//! (`kt-avx512/src/layout.rs`).
+//!
+//! Codes are unsigned, as the readers of `kt_core::format::ggml` give them; those of Q8_0 are 128 more than their values. They take so many bytes a step:
 //!
 //! | bits | bytes a step | where they are |
 //! | --- | --- | --- |
@@ -24,27 +22,27 @@
 //! | 6 | 96 | three lines have operands 0, 1 and 2 of four in their low 6 bits, and above these bits 0 and 1, 2 and 3, 4 and 5 of operand 3 |
 //! | 5 | 80 | five lines have operands 0 to 4 of eight in their low 5 bits; bits 5 to 7 of lines 0, 2 and 4 are bits 0 to 2 of operands 5, 6 and 7, bits 5 and 6 of lines 1 and 3 bits 3 and 4 of operands 5 and 7, bit 7 of these lines bits 3 and 4 of operand 6 |
 //! | 4 | 64 | byte `j` is `A[j] \| B[j] << 4` |
-//! | 3 | 32 and 16 | of each four operands a line of plane 0 has operands 0 and 1, three bits each, and above them bits 0 and 1 of operand 3; half a line of plane 1 has nibbles, those of its first half low and of its second high: operand 2, and above it bit 2 of operand 3 |
+//! | 3 | 48 | of each four operands 64 bytes have operands 0 and 1, three bits each, and above them bits 0 and 1 of operand 3; then 32 bytes have nibbles, those of its first half low and of its second high: operand 2, and above it bit 2 of operand 3 |
 //! | 2 | 32 | byte `j` is `A[j] \| A[32 + j] << 2 \| B[j] << 4 \| B[32 + j] << 6` |
 //!
-//! | types | plane 0 | plane 1 | a group, and its record | record of 256 columns |
-//! | --- | --- | --- | --- | --- |
-//! | Q8_0 | 8 bits | none | 32 columns: 16 F16 `d` | none |
-//! | Q4_0, IQ4_NL | 4 bits | none | as Q8_0 | none |
-//! | Q5_0 | 5 bits | none | as Q8_0 | none |
-//! | Q4_1 | 4 bits | none | 32 columns: 16 F16 `d`, 16 F16 `m` | none |
-//! | Q5_1 | 5 bits | none | as Q4_1 | none |
-//! | MXFP4 | 4 bits | none | 32 columns: 16 exponent bytes | none |
-//! | TQ1_0, TQ2_0 | 2 bits | none | 256 columns: 16 F16 `d` | none |
-//! | Q2_K | 2 bits | none | 16 columns: 16 bytes, scale low and minimum high | 16 F16 `d`, 16 F16 `dmin` |
-//! | Q3_K | of 3 bits | of 3 bits | 16 columns: 16 I8 scales | 16 F16 `d` |
-//! | Q4_K | 4 bits | none | 32 columns: a U8 scale and a U8 minimum, 16 times | 16 F16, 16 times 16 bits: a `Ratio` (`lines.rs`) |
-//! | Q5_K | 5 bits | none | 32 columns: 16 U8 scales, 16 U8 minima | as Q2_K |
-//! | Q6_K | 6 bits | none | as Q3_K | as Q3_K |
-//! | IQ4_XS, IQ3_XXS, IQ3_S | 4 bits | none | 32 columns: 16 I8 scales | as Q3_K |
-//! | IQ2_XXS | of 3 bits | of 3 bits | as IQ4_XS | as Q3_K |
-//! | IQ2_XS, IQ2_S, IQ1_M | of 3 bits | of 3 bits | as Q3_K | as Q3_K |
-//! | IQ1_S | 2 bits | none | 32 columns: 16 bytes, scale and, in bit 7, whether codes are one less | as Q3_K |
+//! | types | bits | a group, and its record | record of 256 columns |
+//! | --- | --- | --- | --- |
+//! | Q8_0 | 8 | 32 columns: 16 F16 `d` | none |
+//! | Q4_0, IQ4_NL | 4 | as Q8_0 | none |
+//! | Q5_0 | 5 | as Q8_0 | none |
+//! | Q4_1 | 4 | 32 columns: 16 F16 `d`, 16 F16 `m` | none |
+//! | Q5_1 | 5 | as Q4_1 | none |
+//! | MXFP4 | 4 | 32 columns: 16 exponent bytes | none |
+//! | TQ1_0, TQ2_0 | 2 | 256 columns: 16 F16 `d` | none |
+//! | Q2_K | 2 | 16 columns: 16 bytes, scale low and minimum high | 16 F16 `d`, 16 F16 `dmin` |
+//! | Q3_K | 3 | 16 columns: 16 I8 scales | 16 F16 `d` |
+//! | Q4_K | 4 | 32 columns: a U8 scale and a U8 minimum, 16 times | 16 F16, 16 times 16 bits: a `Ratio` (`lines.rs`) |
+//! | Q5_K | 5 | 32 columns: 16 U8 scales, 16 U8 minima | as Q2_K |
+//! | Q6_K | 6 | as Q3_K | as Q3_K |
+//! | IQ4_XS, IQ3_XXS, IQ3_S | 4 | 32 columns: 16 I8 scales | as Q3_K |
+//! | IQ2_XXS | 3 | as IQ4_XS | as Q3_K |
+//! | IQ2_XS, IQ2_S, IQ1_M | 3 | as Q3_K | as Q3_K |
+//! | IQ1_S | 2 | 32 columns: 16 bytes, scale and, in bit 7, whether codes are one less | as Q3_K |
 //!
 //! Codes of IQ1, IQ2 and IQ3 are places among the few values that coordinates of their points have, with signs, and of IQ1_M with one more or less
 //! (`lines.rs`): the points themselves take fewer bytes, and more instructions than the bytes saved are worth (`PERFORMANCE.md`). Memory may be worth them, so a kernel
@@ -68,7 +66,7 @@ use crate::lines::{
 
 /// The version of everything said above. Packed weights are kept on disk with it: raise it with any change of the bytes, and
 /// write the checksums that `tests/products.rs` then prints into it.
-pub(crate) const VERSION: u32 = 9;
+pub(crate) const VERSION: u32 = 10;
 
 /// Columns that are packed at a time: a block of the K types, two of a panel.
 const TILE: usize = ggml::K_COLS;
@@ -90,7 +88,7 @@ pub(crate) fn packed_layout(format: Format, cols: usize) -> Layout {
             outputs: 0,
             groups: Some((group, record)),
             super_record,
-            among: bundle > 1 || matches!(planes, [4 | 8, 0]),
+            among: true,
             bundle,
         },
     )
@@ -120,14 +118,14 @@ fn shape(format: Format) -> Shape {
         Format::Mxfp4Ggml => ([4, 0], 32, PANEL, 0),
         Format::Tq1_0 | Format::Tq2_0 => ([2, 0], 256, HALVES, 0),
         Format::Q2K => ([2, 0], 16, PANEL, HALVES * 2),
-        Format::Q3K => ([2, 1], 16, PANEL, HALVES),
+        Format::Q3K => ([3, 0], 16, PANEL, HALVES),
         Format::Q4K => ([4, 0], 32, PANEL * 2, HALVES * 2),
         Format::Q5K => ([5, 0], 32, PANEL * 2, HALVES * 2),
         Format::Q6K => ([6, 0], 16, PANEL, HALVES),
         Format::Iq4Xs | Format::Iq3Xxs | Format::Iq3S => ([4, 0], 32, PANEL, HALVES),
         Format::Iq1S => ([2, 0], 32, PANEL, HALVES),
-        Format::Iq2Xxs => ([2, 1], 32, PANEL, HALVES),
-        Format::Iq2Xs | Format::Iq2S | Format::Iq1M => ([2, 1], 16, PANEL, HALVES),
+        Format::Iq2Xxs => ([3, 0], 32, PANEL, HALVES),
+        Format::Iq2Xs | Format::Iq2S | Format::Iq1M => ([3, 0], 16, PANEL, HALVES),
         other => panic!("{other} is not repacked"),
     };
     let bundle = if matches!(planes, [2 | 5 | 6, 0]) { 2 } else { 1 };
@@ -211,10 +209,7 @@ fn pack_panel(matrix: &Matrix, layout: &Layout, rows: Range<usize>, out: &mut [u
                     at[i] + g * bytes..at[i] + (g + 1) * bytes
                 };
                 match planes {
-                    [2, 1] => {
-                        put_threes(operands, &mut out[plane(0)]);
-                        put_thirds(operands, &mut out[plane(1)]);
-                    }
+                    [3, _] => put_threes(operands, &mut out[plane(0)]),
                     [8, _] => put_bytes(operands, &mut out[plane(0)]),
                     [6, _] => put_sixes(operands, &mut out[plane(0)]),
                     [5, _] => put_fives(operands, &mut out[plane(0)]),
@@ -499,21 +494,16 @@ fn put_pairs(operands: &Operands, plane: &mut [u8]) {
     }
 }
 
-/// 3 bits of the first two of each four operands, the low 2 of the last one.
+/// Of each four operands 3 bits of the first two and the low 2 of the last one; then 3 bits of the third and bit 2 of the last one, as nibbles.
 fn put_threes(operands: &Operands, plane: &mut [u8]) {
-    for ([a, b, _, d], line) in operands.as_chunks().0.iter().zip(plane.as_chunks_mut::<LINE>().0) {
+    const HALF: usize = PANEL / 2;
+    for ([a, b, c, d], plane) in operands.as_chunks().0.iter().zip(plane.as_chunks_mut::<{ LINE + LINE / 2 }>().0) {
+        let (line, half) = plane.split_at_mut(LINE);
         let codes: [u32; PANEL] = std::array::from_fn(|o| a[o] | b[o] << 3 | some_bits(d[o], 0, 2) << 6);
         put_line(&codes, line);
-    }
-}
-
-/// 3 bits of the third of each four operands, bit 2 of the last one.
-fn put_thirds(operands: &Operands, plane: &mut [u8]) {
-    const HALF: usize = PANEL / 2;
-    for ([_, _, c, d], line) in operands.as_chunks().0.iter().zip(plane.as_chunks_mut::<{ LINE / 2 }>().0) {
         let nibble = |o: usize| c[o] | some_bits(d[o], 2, 1) << 3;
         let nibbles: [u32; HALF] = std::array::from_fn(|o| nibble(o) | nibble(HALF + o) << 4);
-        put_line(&nibbles, line);
+        put_line(&nibbles, half);
     }
 }
 
@@ -595,10 +585,10 @@ mod tests {
     }
 
     impl Reader<'_> {
-        /// A code of 8, 4 or 2 bits, of column `k` of a group of output `o` that begins at `plane`.
-        fn bits(&self, bits: usize, plane: usize, o: usize, k: usize) -> usize {
+        /// A code of 8, 4 or 2 bits, of column `k` of a group of output `o` that begins at `at`.
+        fn bits(&self, bits: usize, at: usize, o: usize, k: usize) -> usize {
             let (step, is_b, n) = (k / 8, k % 8 / 4, o * 4 + k % 4);
-            let byte = |step_bytes: usize, j: usize| self.panel[plane + step * step_bytes + j] as usize;
+            let byte = |step_bytes: usize, j: usize| self.panel[at + step * step_bytes + j] as usize;
             match bits {
                 8 => byte(128, is_b * 64 + n),
                 4 => byte(64, n) >> (is_b * 4) & 15,
@@ -606,9 +596,9 @@ mod tests {
             }
         }
 
-        /// A code of 5 or 6 bits, of column `k` of a group that begins at `plane`.
-        fn shared(&self, bits: usize, plane: usize, o: usize, k: usize) -> usize {
-            let byte = |line: usize| self.panel[plane + line * LINE + o * 4 + k % 4] as usize;
+        /// A code of 5 or 6 bits, of column `k` of a group that begins at `at`.
+        fn shared(&self, bits: usize, at: usize, o: usize, k: usize) -> usize {
+            let byte = |line: usize| self.panel[at + line * LINE + o * 4 + k % 4] as usize;
             match (bits, k / 4) {
                 (_, operand) if operand < if bits == 5 { 5 } else { 3 } => byte(operand) & ((1 << bits) - 1),
                 (5, 5) => byte(0) >> 5 | (byte(1) >> 5 & 3) << 3,
@@ -618,11 +608,11 @@ mod tests {
             }
         }
 
-        /// A code of 3 bits, of column `k` of a group that begins at these planes.
-        fn three(&self, [low, high]: [usize; 2], o: usize, k: usize) -> usize {
-            let n = o * 4 + k % 4;
-            let line = self.panel[low + k / 16 * 64 + n] as usize;
-            let nibble = self.panel[high + k / 16 * 32 + n % 32] as usize >> (n / 32 * 4) & 15;
+        /// A code of 3 bits, of column `k` of a group that begins at `at`.
+        fn three(&self, at: usize, o: usize, k: usize) -> usize {
+            let (at, n) = (at + k / 16 * 96, o * 4 + k % 4);
+            let line = self.panel[at + n] as usize;
+            let nibble = self.panel[at + 64 + n % 32] as usize >> (n / 32 * 4) & 15;
             match k % 16 / 4 {
                 0 => line & 7,
                 1 => line >> 3 & 7,
@@ -642,17 +632,16 @@ mod tests {
             };
             let supers = (self.layout.super_record * self.layout.blocks.div_ceil(2)).next_multiple_of(64);
             let (group, blocks) = (self.group_cols(), self.layout.blocks);
-            let (front, within) = match bits == 3 || group > BLOCK {
+            let (front, within) = match group > BLOCK {
                 false => (supers, BLOCK / group * self.layout.record),
                 true => (supers + (self.layout.record * (blocks * BLOCK).div_ceil(group)).next_multiple_of(64), 0),
             };
             let (b, g, k) = (k / BLOCK, k % BLOCK / group, k % BLOCK % group);
-            let first = |bits: usize| front + b * (within + bits * 256) + within + g * bits * group * 2;
+            let at = front + b * (within + bits * 256) + within + g * bits * group * 2;
             match bits {
-                // Plane 1 is behind all blocks.
-                3 => self.three([first(2), blocks * 2 * 256 + first(1)], o, k),
-                5 | 6 => self.shared(bits, first(bits), o, k),
-                _ => self.bits(bits, first(bits), o, k),
+                3 => self.three(at, o, k),
+                5 | 6 => self.shared(bits, at, o, k),
+                _ => self.bits(bits, at, o, k),
             }
         }
 
@@ -812,8 +801,8 @@ mod tests {
             (Format::Q5_0, 22, &[(256 + 1280 + 54, 0xe0), (256 + 1280 + 64 + 54, 0x60)]),
             (Format::Q5_0, 30, &[(256 + 1280 + 3 * 64 + 54, 0x60), (256 + 1280 + 4 * 64 + 54, 0xe0)]),
             (Format::Tq2_0, 22, &[(64 + 512 + 2 * 32 + 22, 0xc0)]),
-            (Format::Q3K, 22, &[(320 + 512 + 64 + 54, 7 << 3)]),
-            (Format::Q3K, 30, &[(320 + 512 + 64 + 54, 3 << 6), (320 + 1024 + 256 + 32 + 22, 1 << 7)]),
+            (Format::Q3K, 22, &[(64 + 896 + 128 + 96 + 54, 7 << 3)]),
+            (Format::Q3K, 30, &[(64 + 896 + 128 + 96 + 54, 3 << 6), (64 + 896 + 128 + 96 + 64 + 22, 1 << 7)]),
             (Format::Q6K, 22, &[(64 + 1664 + 128 + 192 + 64 + 54, 0x3f)]),
             (Format::Q6K, 30, &[0, 1, 2].map(|line| (64 + 1664 + 128 + 192 + line * 64 + 54, 0xc0))),
         ];

@@ -79,11 +79,11 @@ codes!(
 );
 codes!(
     /// Three bits, four operands in a line and half of one: 8 x 2 x 7 x 127 < 2^15.
-    ThreeBits, [32, 16], bundle: 1, steps: 2, span: 32, |isa, at, line, step| match step {
+    ThreeBits, [48, 0], bundle: 1, steps: 2, span: 32, |isa, at, line, step| match step {
         0 => [bits::<I, 0>(isa, line(0), 7), bits::<I, 3>(isa, line(0), 7)],
         _ => {
             // SAFETY: two steps, by the caller's promise.
-            let half = unsafe { isa.load_nibble_halves(at[1]) };
+            let half = unsafe { isa.load_nibble_halves(at[0].wrapping_add(LINE)) };
             [
                 bits::<I, 0>(isa, half, 7),
                 isa.add(bits::<I, 6>(isa, line(0), 3), bits::<I, 1>(isa, half, 4)),
