@@ -188,8 +188,8 @@ impl Level {
     }
 }
 
-/// The parts of two panels, and inputs.
-const RANGES: usize = 2 * 2 + 1;
+/// Two panels, and inputs.
+const RANGES: usize = 2 + 1;
 
 impl Later {
     /// Forgets what is left, to begin anew.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! matrix   panel of outputs 0..16 | panel of outputs 16..32 | …          outputs padded to 64, four panels
-//! panel    front: scales of outputs, of 256 columns (FP8, MXFP8: bits of lines), of groups | block 0 | block 1 | … | lines that lie apart   sections padded to 64 bytes
+//! panel    front: scales of outputs, of 256 columns (FP8, MXFP8: bits of lines), of groups | block 0 | block 1 | …   sections padded to 64 bytes
 //! block    scales of groups, of integer codes of 4 or 8 bits and of MXFP8 | lines                           128 columns; k padded to that
 //! bundle   line 0 of its panels, one after the other | line 1 of them | …                       of four panels
 //! ```
@@ -69,8 +69,8 @@ pub(crate) const CHUNK: usize = 32;
 pub struct Layout {
     /// Blocks of 128 columns.
     pub blocks: usize,
-    /// Bytes of the lines of a block; and of those that lie apart, behind all blocks.
-    pub lines: [usize; 2],
+    /// Bytes of the lines of a block.
+    pub lines: usize,
     /// Where the scales of outputs begin in a panel.
     pub outputs_at: usize,
     /// Where the scales of the first group begin in a panel: in the first block, or in front, after all others.
@@ -115,8 +115,8 @@ pub fn spread(at: usize, step: usize) -> usize {
 /// What a [`Layout`] is made of.
 #[derive(Debug, Clone, Copy)]
 pub struct Parts {
-    /// Bytes of the lines of a block of 128 columns; and of those that lie apart, behind all blocks.
-    pub lines: [usize; 2],
+    /// Bytes of the lines of a block of 128 columns.
+    pub lines: usize,
     /// Bytes of the scales of outputs.
     pub outputs: usize,
     /// Columns of a group, and bytes of its scales.
@@ -160,7 +160,7 @@ impl Layout {
             panel_bytes: 0,
             bundle,
         };
-        layout.panel_bytes = layout.end_at(blocks) + blocks * lines[1];
+        layout.panel_bytes = layout.end_at(blocks);
         layout
     }
 
@@ -190,7 +190,7 @@ impl Layout {
         let among = format != Format::Fp8Block;
         let super_record = if is_fp8(format) { SUPER / BLOCK * BITS } else { 0 };
         let bundle = if is_fp8(format) || format == Format::F16 { BUNDLE } else { 1 };
-        Layout::of(cols, Parts { lines: [PANEL * BLOCK * bits / 8, 0], outputs, groups, super_record, among, bundle })
+        Layout::of(cols, Parts { lines: PANEL * BLOCK * bits / 8, outputs, groups, super_record, among, bundle })
     }
 
     /// Where panel `panel` begins in a matrix.
@@ -212,7 +212,7 @@ impl Layout {
 
     /// Bytes between the scales of a unit's groups and those of the next one's.
     pub(crate) fn record_skip(&self) -> usize {
-        if self.head > 0 { self.unit * self.lines[0] } else { 0 }
+        if self.head > 0 { self.unit * self.lines } else { 0 }
     }
 
     /// Where the scales of group `i` begin in a panel.
@@ -226,10 +226,9 @@ impl Layout {
         self.group.map_or(self.groups_at, |group| self.record_at(block * BLOCK / group))
     }
 
-    /// Where the lines of a block begin in a panel, and those that lie apart.
-    pub fn lines_at(&self, block: usize) -> [usize; 2] {
-        let heads = (self.units(block) + 1) * self.head;
-        [self.blocks_at + heads + block * self.lines[0], self.apart_at() + block * self.lines[1]]
+    /// Where the lines of a block begin in a panel.
+    pub fn lines_at(&self, block: usize) -> usize {
+        self.blocks_at + (self.units(block) + 1) * self.head + block * self.lines
     }
 
     /// Units that so many blocks fill: a shift, as this is asked for with every block that is unpacked.
@@ -239,20 +238,13 @@ impl Layout {
 
     /// Where so many blocks end.
     fn end_at(&self, blocks: usize) -> usize {
-        self.blocks_at + self.units(blocks + self.unit - 1) * self.head + blocks * self.lines[0]
+        self.blocks_at + self.units(blocks + self.unit - 1) * self.head + blocks * self.lines
     }
 
-    /// Where the lines that lie apart begin in a panel.
-    fn apart_at(&self) -> usize {
-        self.end_at(self.blocks)
-    }
-
-    /// Where the bytes of some blocks are in a panel: among the blocks, with all that is in front if the first one is among them; and apart.
-    pub(crate) fn parts(&self, blocks: Range<usize>) -> [Range<usize>; 2] {
-        let at =
-            |block: usize| [if block > 0 { self.end_at(block) } else { 0 }, self.apart_at() + block * self.lines[1]];
-        let (start, end) = (at(blocks.start), at(blocks.end));
-        std::array::from_fn(|i| start[i]..end[i])
+    /// Where the bytes of some blocks are in a panel, with all that is in front if the first one is among them.
+    pub(crate) fn bytes_of(&self, blocks: Range<usize>) -> Range<usize> {
+        let at = |block: usize| if block > 0 { self.end_at(block) } else { 0 };
+        at(blocks.start)..at(blocks.end)
     }
 }
 
@@ -276,7 +268,7 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
     let step = layout.step();
     for (panel, first) in rows.clone().step_by(PANEL).enumerate() {
         let outputs = PANEL.min(rows.end - first);
-        let row_bytes = layout.lines[0] / PANEL;
+        let row_bytes = layout.lines / PANEL;
         let out = &mut out[layout.panel_at(panel)..];
         // By blocks, whose lines stay in the cache until all outputs have written to them.
         for block in 0..layout.blocks {
@@ -284,7 +276,7 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
             for o in 0..outputs {
                 let codes = matrix.row(first + o);
                 let codes = &codes[block * row_bytes..codes.len().min((block + 1) * row_bytes)];
-                let lines = out[spread(layout.lines_at(block)[0], step)..].chunks_mut(step);
+                let lines = out[spread(layout.lines_at(block), step)..].chunks_mut(step);
                 match format {
                     Format::Int8(_) => each_dword(codes, lines, o * 4, |v| (v ^ 0x8080_8080).to_le_bytes()),
                     Format::Int4(_) | Format::Int4Asym(_) | Format::Mxfp4 | Format::Nvfp4 => {
@@ -452,10 +444,10 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_all_blocks_are_the_panel() {
-        // Lines apart and records of 256 columns as well, which no format of this crate has.
+    fn bytes_of_all_blocks_are_the_panel() {
+        // Records of 256 columns as well, which no format of this crate has.
         let parts =
-            Parts { lines: [1024, 256], outputs: 4, groups: Some((64, 32)), super_record: 32, among: false, bundle: 1 };
+            Parts { lines: 1024, outputs: 4, groups: Some((64, 32)), super_record: 32, among: false, bundle: 1 };
         let others = [
             (Format::Bf16, 100),
             (Format::Int4(Group::Of(32)), 704),
@@ -469,19 +461,15 @@ mod tests {
         for layout in
             others.map(|(format, cols)| Layout::new(format, cols)).into_iter().chain([Layout::of(1100, parts)])
         {
-            let whole = layout.parts(0..layout.blocks);
-            assert_eq!((whole[0].start, whole[1].end), (0, layout.panel_bytes), "{layout:?}");
-            assert_eq!(whole[0].end, whole[1].start, "{layout:?}");
+            let whole = layout.bytes_of(0..layout.blocks);
+            assert_eq!(whole, 0..layout.panel_bytes, "{layout:?}");
             for cut in 0..=layout.blocks {
-                let (before, after) = (layout.parts(0..cut), layout.parts(cut..layout.blocks));
-                for i in 0..2 {
-                    assert_eq!(before[i].start..after[i].end, whole[i]);
-                    assert_eq!(before[i].end, after[i].start);
-                }
+                let (before, after) = (layout.bytes_of(0..cut), layout.bytes_of(cut..layout.blocks));
+                assert_eq!(before.start..after.end, whole);
+                assert_eq!(before.end, after.start);
                 // Blocks end where products look for their lines.
                 if cut > 0 {
-                    let at = layout.lines_at(cut - 1);
-                    assert_eq!([0, 1].map(|i| at[i] + layout.lines[i]), [before[0].end, before[1].end]);
+                    assert_eq!(layout.lines_at(cut - 1) + layout.lines, before.end);
                 }
             }
         }
@@ -497,7 +485,7 @@ mod tests {
         let layout = Layout::new(Format::Int4(Group::Of(128)), 300);
         assert_eq!((layout.blocks_at, layout.unit, layout.head), (64, 2, 64));
         assert_eq!([0, 1, 2].map(|g| layout.record_at(g)), [64, 64 + 32, 64 + 64 + 2048]);
-        assert_eq!([0, 1, 2].map(|b| layout.lines_at(b)[0]), [128, 128 + 1024, 128 + 2048 + 64]);
+        assert_eq!([0, 1, 2].map(|b| layout.lines_at(b)), [128, 128 + 1024, 128 + 2048 + 64]);
         assert_eq!(layout.panel_bytes, 64 + 3 * 1024 + 2 * 64);
         let layout = Layout::new(Format::Int4Asym(Group::Of(128)), 5 * 128);
         assert_eq!((layout.unit, layout.head, layout.panel_bytes), (4, 192, 64 + 5 * 1024 + 2 * 192));

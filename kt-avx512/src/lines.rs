@@ -11,8 +11,8 @@ use crate::layout::{BUNDLE, CHUNK, LINE, PANEL, spread};
 pub trait Lines: Copy {
     /// Operands per step: 1 or 2.
     const OPERANDS: usize;
-    /// Bytes of a step in each plane; one plane of lines for most. Plane 1 lies apart, behind all blocks: a stream of its own.
-    const PLANES: [usize; 2] = [LINE, 0];
+    /// Bytes of a step.
+    const STEP: usize = LINE;
     /// Whether steps share lines. Loops over them are unrolled then, so that compilers know which step it is.
     const SHARED: bool = false;
     /// How many panels take turns with them; see [`Layout::bundle`](crate::layout::Layout::bundle).
@@ -23,14 +23,14 @@ pub trait Lines: Copy {
     type Table<I: Isa>: Copy;
     /// Loads it.
     fn table<I: Isa>(isa: I) -> Self::Table<I>;
-    /// The operands of step `step` of `COLUMNS` columns, which begin at `at` in the planes, in rising k; only the first [`Lines::OPERANDS`] are used.
+    /// The operands of step `step` of `COLUMNS` columns, which begin at `at`, in rising k; only the first [`Lines::OPERANDS`] are used.
     ///
     /// # Safety
-    /// [`Lines::PLANES`] bytes of all steps up to this one, or of all that share lines with it, are readable.
+    /// [`Lines::STEP`] bytes of all steps up to this one, or of all that share lines with it, are readable.
     unsafe fn operands<I: Isa, const COLUMNS: usize>(
         isa: I,
         table: Self::Table<I>,
-        at: [*const u8; 2],
+        at: *const u8,
         step: usize,
     ) -> [I::Int; 2];
     /// The same of a line without small codes, in fewer instructions; only of those that are [told](Lines::TOLD).
@@ -38,7 +38,7 @@ pub trait Lines: Copy {
     /// # Safety
     /// As [`Lines::operands`].
     #[inline(always)]
-    unsafe fn normal_operands<I: Isa, const COLUMNS: usize>(_isa: I, _at: [*const u8; 2], _step: usize) -> [I::Int; 2] {
+    unsafe fn normal_operands<I: Isa, const COLUMNS: usize>(_isa: I, _at: *const u8, _step: usize) -> [I::Int; 2] {
         unreachable!("all lines are alike")
     }
 }
@@ -74,14 +74,9 @@ macro_rules! direct {
         #[inline(always)]
         fn table<I: Isa>(_: I) {}
         #[inline(always)]
-        unsafe fn operands<I: Isa, const COLUMNS: usize>(
-            isa: I,
-            _: (),
-            at: [*const u8; 2],
-            step: usize,
-        ) -> [I::Int; 2] {
+        unsafe fn operands<I: Isa, const COLUMNS: usize>(isa: I, _: (), at: *const u8, step: usize) -> [I::Int; 2] {
             // SAFETY: a line, by the caller's promise.
-            [unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)[0]) }; 2]
+            [unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)) }; 2]
         }
     };
 }
@@ -110,9 +105,9 @@ impl Lines for Nibbles {
     #[inline(always)]
     fn table<I: Isa>(_: I) {}
     #[inline(always)]
-    unsafe fn operands<I: Isa, const COLUMNS: usize>(isa: I, _: (), at: [*const u8; 2], step: usize) -> [I::Int; 2] {
+    unsafe fn operands<I: Isa, const COLUMNS: usize>(isa: I, _: (), at: *const u8, step: usize) -> [I::Int; 2] {
         // SAFETY: a line, by the caller's promise.
-        isa.nibbles(unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)[0]) })
+        isa.nibbles(unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)) })
     }
 }
 
@@ -151,14 +146,9 @@ impl Lines for E2m1 {
         unsafe { isa.load(E2M1_TABLE.as_ptr()) }
     }
     #[inline(always)]
-    unsafe fn operands<I: Isa, const COLUMNS: usize>(
-        isa: I,
-        table: I::Int,
-        at: [*const u8; 2],
-        step: usize,
-    ) -> [I::Int; 2] {
+    unsafe fn operands<I: Isa, const COLUMNS: usize>(isa: I, table: I::Int, at: *const u8, step: usize) -> [I::Int; 2] {
         // SAFETY: a line, by the caller's promise.
-        isa.lookup_nibbles(table, unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)[0]) })
+        isa.lookup_nibbles(table, unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)) })
     }
 }
 
@@ -197,16 +187,16 @@ impl Lines for Fp8 {
     unsafe fn operands<I: Isa, const COLUMNS: usize>(
         isa: I,
         table: I::Fp8Table,
-        at: [*const u8; 2],
+        at: *const u8,
         step: usize,
     ) -> [I::Int; 2] {
         // SAFETY: a line, by the caller's promise.
-        isa.fp8_to_bf16(table, unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)[0]) })
+        isa.fp8_to_bf16(table, unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)) })
     }
     #[inline(always)]
-    unsafe fn normal_operands<I: Isa, const COLUMNS: usize>(isa: I, at: [*const u8; 2], step: usize) -> [I::Int; 2] {
+    unsafe fn normal_operands<I: Isa, const COLUMNS: usize>(isa: I, at: *const u8, step: usize) -> [I::Int; 2] {
         // SAFETY: as above.
-        isa.fp8_shifted(unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)[0]) })
+        isa.fp8_shifted(unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)) })
     }
 }
 
@@ -240,9 +230,9 @@ impl Lines for F16Lines {
     #[inline(always)]
     fn table<I: Isa>(_: I) {}
     #[inline(always)]
-    unsafe fn operands<I: Isa, const COLUMNS: usize>(isa: I, _: (), at: [*const u8; 2], step: usize) -> [I::Int; 2] {
+    unsafe fn operands<I: Isa, const COLUMNS: usize>(isa: I, _: (), at: *const u8, step: usize) -> [I::Int; 2] {
         // SAFETY: a line, by the caller's promise.
-        let [a, b] = isa.f16_halves(unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)[0]) });
+        let [a, b] = isa.f16_halves(unsafe { isa.load(Steps::<Self, COLUMNS>::at(at, step)) });
         [isa.as_int(a), isa.as_int(b)]
     }
 }
@@ -426,7 +416,7 @@ impl Scale for F32Scale {
     }
 }
 
-/// Where the steps of `COLUMNS` columns are: they follow each other in both planes, and so do the next columns.
+/// Where the steps of `COLUMNS` columns are: they follow each other, and so do the next columns.
 #[derive(Debug)]
 pub struct Steps<L, const COLUMNS: usize>(std::marker::PhantomData<L>);
 
@@ -434,19 +424,19 @@ impl<L: Lines, const COLUMNS: usize> Steps<L, COLUMNS> {
     /// How many there are, if operands have four columns.
     pub const COUNT: usize = COLUMNS / 4 / L::OPERANDS;
 
-    /// Where step `step` begins in both planes of the columns that begin at `at`.
+    /// Where step `step` begins of the columns that begin at `at`.
     #[inline(always)]
-    pub fn at([at, apart]: [*const u8; 2], step: usize) -> [*const u8; 2] {
-        [at.wrapping_add(Self::spread(step * L::PLANES[0])), apart.wrapping_add(step * L::PLANES[1])]
+    pub fn at(at: *const u8, step: usize) -> *const u8 {
+        at.wrapping_add(Self::spread(step * L::STEP))
     }
 
     /// What begins after so many times as many columns.
     #[inline(always)]
-    pub(crate) fn after(at: [*const u8; 2], times: usize) -> [*const u8; 2] {
+    pub(crate) fn after(at: *const u8, times: usize) -> *const u8 {
         Self::at(at, times * Self::COUNT)
     }
 
-    /// Where byte `at` of plane 0 is, from its first line: lines of a bundle take turns.
+    /// Where byte `at` is, from the first line: lines of a bundle take turns.
     #[inline(always)]
     pub fn spread(at: usize) -> usize {
         if L::BUNDLE > 1 { spread(at, L::BUNDLE * LINE) } else { at }
@@ -501,7 +491,7 @@ impl<'a> Scales<'a> {
 unsafe fn told_operands<I: Isa, L: Lines, const COLUMNS: usize>(
     isa: I,
     table: L::Table<I>,
-    at: [*const u8; 2],
+    at: *const u8,
     step: usize,
     small: u32,
 ) -> [I::Int; 2] {
@@ -520,10 +510,10 @@ pub(crate) const fn shifts_codes<I: Isa, S: Scale, const XG: usize>() -> bool {
     S::SHIFTS && (I::VNNI || XG < BLOCK)
 }
 
-/// Unpacks the lines of a block, which has its planes by `COLUMNS` columns. `WIDEN`: each operand of BF16 becomes two lines of F32.
+/// Unpacks the lines of a block, which has its steps by `COLUMNS` columns. `WIDEN`: each operand of BF16 becomes two lines of F32.
 pub(crate) struct Unpack<'a, 'b, L, S, const COLUMNS: usize, const WIDEN: bool> {
-    /// Its lines, and those of them that lie apart.
-    pub from: [&'a [u8]; 2],
+    /// Its lines.
+    pub from: &'a [u8],
     /// For [`Scale::SHIFTS`].
     pub scales: &'a mut Scales<'b>,
     pub to: &'a mut [u8],
@@ -539,11 +529,9 @@ impl<L: Lines, S: Scale, const COLUMNS: usize, const WIDEN: bool> Job for Unpack
         let steps = Steps::<L, COLUMNS>::COUNT;
         let lines = if WIDEN { 2 } else { 1 };
         let groups = self.to.chunks_exact_mut(steps * L::OPERANDS * lines * LINE);
-        for (from, bytes) in self.from.iter().zip(L::PLANES) {
-            let bytes = groups.len() * steps * bytes;
-            assert!(bytes == 0 || from.len() > Steps::<L, COLUMNS>::spread(bytes - 1));
-        }
-        let from = self.from.map(<[u8]>::as_ptr);
+        let bytes = groups.len() * steps * L::STEP;
+        assert!(bytes == 0 || self.from.len() > Steps::<L, COLUMNS>::spread(bytes - 1));
+        let from = self.from.as_ptr();
         let mut small = self.scales.small;
         for (group, to) in groups.enumerate() {
             let from = Steps::<L, COLUMNS>::after(from, group);
@@ -557,7 +545,7 @@ impl<L: Lines, S: Scale, const COLUMNS: usize, const WIDEN: bool> Job for Unpack
                 ($step:expr) => {
                     let (step, bytes) = ($step, L::OPERANDS * lines * LINE);
                     let to = &mut to[step * bytes..][..bytes];
-                    // SAFETY: the bytes of all steps in both planes: there are those of all groups, as said above.
+                    // SAFETY: the bytes of all steps: there are those of all groups, as said above.
                     let operands = unsafe { told_operands::<I, L, COLUMNS>(isa, table, from, step, small) };
                     small >>= 1;
                     for (to, v) in to.chunks_exact_mut(lines * LINE).zip(operands) {
@@ -602,8 +590,8 @@ static BYTE: [[u8; LINE]; 2] = {
 ///
 /// [`Ints`]: crate::product::Ints
 pub(crate) struct Widen<'a, 'b, L, S, const XG: usize, const WG: usize> {
-    /// Its lines, and those of them that lie apart.
-    pub from: [&'a [u8]; 2],
+    /// Its lines.
+    pub from: &'a [u8],
     pub scales: &'a mut Scales<'b>,
     pub to: &'a mut [u8],
     pub kind: std::marker::PhantomData<(L, S)>,
@@ -659,11 +647,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize> Job for Widen<'_, '_,
         let steps = Steps::<L, XG>::COUNT;
         let group_bytes = XG / 2 * LINE;
         assert!(self.to.len() == BLOCK / XG * group_bytes);
-        for (from, bytes) in self.from.iter().zip(L::PLANES) {
-            let bytes = BLOCK / XG * steps * bytes;
-            assert!(bytes == 0 || from.len() > Steps::<L, XG>::spread(bytes - 1));
-        }
-        let (from, mut to) = (self.from.map(<[u8]>::as_ptr), self.to.as_mut_ptr());
+        assert!(self.from.len() > Steps::<L, XG>::spread(BLOCK / XG * steps * L::STEP - 1));
+        let (from, mut to) = (self.from.as_ptr(), self.to.as_mut_ptr());
         for group in 0..BLOCK / XG {
             let from = Steps::<L, XG>::after(from, group);
             let [scale, add] = of_group::<I, S, XG, WG>(isa, self.scales, group);
@@ -675,7 +660,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize> Job for Widen<'_, '_,
             }
             macro_rules! widen {
                 ($step:expr) => {
-                    // SAFETY: the bytes of all steps in both planes, of all groups, as said above.
+                    // SAFETY: the bytes of all steps, of all groups, as said above.
                     let operands = unsafe { L::operands::<I, XG>(isa, table, from, $step) };
                     for &v in &operands[..L::OPERANDS] {
                         // By other ports than shifts are on.
@@ -724,10 +709,10 @@ pub(crate) struct WidenFloats<'a, 'b, L> {
 impl<L: Floats> Job for WidenFloats<'_, '_, L> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
-        assert!(L::BF16 && !L::SHARED && L::PLANES[1] == 0);
+        assert!(L::BF16 && !L::SHARED);
         let table = L::table(isa);
         let steps = CHUNK / 2 / L::OPERANDS;
-        let bytes = BLOCK / CHUNK * steps * L::PLANES[0];
+        let bytes = BLOCK / CHUNK * steps * L::STEP;
         assert!(self.from.len() > Steps::<L, BLOCK>::spread(bytes - 1) && self.to.len() == BLOCK / 2 * LINE);
         let (mut from, mut to) = (self.from.as_ptr(), self.to.as_mut_ptr());
         let mut small = self.scales.small;
@@ -748,9 +733,9 @@ impl<L: Floats> Job for WidenFloats<'_, '_, L> {
                 ($up:literal) => {
                     for _ in 0..steps {
                         // SAFETY: the bytes of all steps, as said above.
-                        let operands = unsafe { told_operands::<I, L, BLOCK>(isa, table, [from; 2], 0, small) };
+                        let operands = unsafe { told_operands::<I, L, BLOCK>(isa, table, from, 0, small) };
                         small >>= 1;
-                        from = from.wrapping_add(Steps::<L, BLOCK>::spread(L::PLANES[0]));
+                        from = from.wrapping_add(Steps::<L, BLOCK>::spread(L::STEP));
                         for &v in &operands[..L::OPERANDS] {
                             let (even, odd) = (isa.as_f32(isa.up::<16>(v)), isa.as_f32(isa.and(v, isa.splat(!0xffff))));
                             let (even, odd) = if $up { (isa.mul(even, up), isa.mul(odd, up)) } else { (even, odd) };

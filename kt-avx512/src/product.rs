@@ -94,8 +94,8 @@ pub trait Path<I: Isa> {
     fn rows(isa: I, rows: usize) -> usize;
     /// Whether that many rows pass over lines that were unpacked for them, if they do not stream.
     fn unpacked(isa: I, rows: usize) -> bool;
-    /// Unpacks the lines of a block, and those of it that lie apart. If it needs its scales, these go on to what is behind them.
-    fn unpack(isa: I, from: [&[u8]; 2], scales: &mut Scales<'_>, to: &mut [u8]);
+    /// Unpacks the lines of a block. If it needs its scales, these go on to what is behind them.
+    fn unpack(isa: I, from: &[u8], scales: &mut Scales<'_>, to: &mut [u8]);
     /// Unpacks lines of some blocks of a panel, if they are to be, and makes words of their scales, for [`Path::WORDS`]: the second of these parts is
     /// memory for scales.
     fn prepare(_: I, _: &Layout, _panel: &[u8], _blocks: Range<usize>, _zero: i32, _to: [&mut [u8]; 3]) {}
@@ -154,7 +154,7 @@ macro_rules! stream_shapes {
 /// is elsewhere. Else enough independent sums to hide the latency of unpacking and scaling, as far as registers go: those that codes pass
 /// through count as well. In the order of a tile unit there are three times as many.
 const fn stream_panels<I: Isa, K: Path<I>>(rows: usize) -> usize {
-    let (bundle, planes) = (K::Lines::BUNDLE, K::Lines::PLANES);
+    let bundle = K::Lines::BUNDLE;
     match rows {
         // Each panel reads the inputs of all rows, which as F32 are soon more than the first level has room for.
         2..=4 if K::WIDENS && I::LARGE && !I::TILES => 4,
@@ -168,7 +168,7 @@ const fn stream_panels<I: Isa, K: Path<I>>(rows: usize) -> usize {
         2.. if I::TILES => 1,
         3 | 4 if I::LARGE && bundle == 4 => 4,
         // Bits from two places, or four codes of a byte, pass through more registers than nibbles.
-        1 if !I::LARGE && (planes[0] != LINE || planes[1] > 0) => 2,
+        1 if !I::LARGE && K::Lines::STEP != LINE => 2,
         1 => 4,
         2 if I::LARGE => 4,
         2 => 2,
@@ -229,7 +229,7 @@ const fn shifts_in_tile<I: Isa, L: Floats>() -> bool {
 /// Whether codes in nibbles that are looked up may be so in tiles of many rows. What that takes beside products without VBMI is on the ports of what scales that are powers
 /// take (MXFP4 from 32 rows on: 2 to 10 % more time on Zen 4).
 const fn looks_up_in_tile<I: Isa, L: Codes, S: Scale>() -> bool {
-    let nibbles = L::OPERANDS == 2 && !L::SHARED && L::PLANES[0] == LINE && L::PLANES[1] == 0;
+    let nibbles = L::OPERANDS == 2 && L::STEP == LINE;
     I::LARGE && I::VNNI && nibbles && !L::NIBBLES && !words_of_type::<I, S>() && (I::VBMI || !S::POWERS)
 }
 
@@ -327,7 +327,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         L::OPERANDS > 1 && !beside_products
     }
 
-    fn unpack(isa: I, from: [&[u8]; 2], scales: &mut Scales<'_>, to: &mut [u8]) {
+    fn unpack(isa: I, from: &[u8], scales: &mut Scales<'_>, to: &mut [u8]) {
         isa.run(Unpack::<L, S, XG, false> { from, scales, to, kind: PhantomData });
     }
 
@@ -436,7 +436,7 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         L::OPERANDS * <Self as Path<I>>::WIDENED > 1 && !beside_products
     }
 
-    fn unpack(isa: I, from: [&[u8]; 2], scales: &mut Scales<'_>, to: &mut [u8]) {
+    fn unpack(isa: I, from: &[u8], scales: &mut Scales<'_>, to: &mut [u8]) {
         let kind = PhantomData;
         if const { <Self as Path<I>>::WIDENED > 1 } {
             isa.run(Unpack::<L, NoScale, BLOCK, true> { from, scales, to, kind });
@@ -521,7 +521,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for W
     // An operand has four columns, a line of BF16 two.
     const WIDENED: usize = 2;
 
-    fn unpack(isa: I, from: [&[u8]; 2], scales: &mut Scales<'_>, to: &mut [u8]) {
+    fn unpack(isa: I, from: &[u8], scales: &mut Scales<'_>, to: &mut [u8]) {
         isa.run(Widen::<L, S, XG, WG> { from, scales, to, kind: PhantomData });
     }
 
@@ -534,8 +534,8 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Widened<Numbers<L, SCALED>
     widened!();
     const WIDENED: usize = 1;
 
-    fn unpack(isa: I, from: [&[u8]; 2], scales: &mut Scales<'_>, to: &mut [u8]) {
-        isa.run(WidenFloats::<L> { from: from[0], scales, to, kind: PhantomData });
+    fn unpack(isa: I, from: &[u8], scales: &mut Scales<'_>, to: &mut [u8]) {
+        isa.run(WidenFloats::<L> { from, scales, to, kind: PhantomData });
     }
 
     fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
@@ -574,7 +574,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         !Self::packed(isa)
     }
 
-    fn unpack(_: I, _: [&[u8]; 2], _: &mut Scales<'_>, _: &mut [u8]) {
+    fn unpack(_: I, _: &[u8], _: &mut Scales<'_>, _: &mut [u8]) {
         unreachable!("with words")
     }
 
@@ -725,8 +725,8 @@ impl Product<'_> {
         let (n, width) = (self.rows.len(), range.len());
         assert!(packed.len() >= panels(weights.rows()) * layout.panel_bytes, "packed otherwise");
         let panel_at = |done: usize| layout.panel_at((range.start + done) / PANEL);
-        // A panel from a byte on; nothing where no lines lie apart.
-        let from = |at: usize, line: usize| packed.get(at + spread(line, step)..).unwrap_or_default();
+        // A panel from a line on.
+        let from = |at: usize, line: usize| &packed[at + spread(line, step)..];
         // Where what comes after `done` outputs begins, of this product or of the next one, and how far apart its lines are.
         let following = |done: usize| match next {
             Some((weights, first)) if done >= width => {
@@ -750,7 +750,7 @@ impl Product<'_> {
         let scales_at = |start: usize| (layout.first_record(start), group - start * BLOCK % group);
         // A tile of some panels, the first of which is at `at`, from block `start` on, of all rows.
         let part = |at: usize, start: usize, blocks: usize, (group_at, group_left): (usize, usize)| Tile {
-            weights: [&[]; 2],
+            weights: &[],
             weight_stride: stride,
             unit: layout.unit,
             line_skip: layout.head,
@@ -824,7 +824,7 @@ impl Product<'_> {
                 for pass in 0..passes {
                     let (first, end) = (n * pass / passes, n * (pass + 1) / passes);
                     let tile = Tile {
-                        weights: lines_at.map(|line| from(at, line)),
+                        weights: from(at, lines_at),
                         after: if end < n { packed[at..].as_ptr() } else { following(done + panels * PANEL).0 },
                         ahead,
                         inputs: &rows.0[first * rows.2..],
@@ -849,12 +849,9 @@ impl Product<'_> {
         let unpack = K::unpacked(isa, n);
         let panels = cached_panels::<I>();
         let operand_block = if unpack {
-            layout.lines.iter().sum::<usize>() / K::Lines::PLANES.iter().sum::<usize>()
-                * K::Lines::OPERANDS
-                * K::WIDENED
-                * LINE
+            layout.lines / K::Lines::STEP * K::Lines::OPERANDS * K::WIDENED * LINE
         } else {
-            layout.head / layout.unit + layout.lines[0] + layout.lines[1]
+            layout.head / layout.unit + layout.lines
         };
         // Parts of as many blocks each: a last one with few would have the same to begin and to end, and more to ask for with each block.
         let cached = match (I::TILES, K::WORDS[0] > 0) {
@@ -906,12 +903,7 @@ impl Product<'_> {
                             zero: self.zero,
                         };
                         for (block, to) in (start..).zip(to.chunks_exact_mut(operand_block)) {
-                            // Not `map`, which compilers leave a call.
-                            let [lines, apart] = layout.lines_at(block);
-                            let lines = [
-                                from(at, lines).get(p * stride..).unwrap_or_default(),
-                                from(at, apart).get(p * stride..).unwrap_or_default(),
-                            ];
+                            let lines = from(at, layout.lines_at(block)).get(p * stride..).unwrap_or_default();
                             scales.above = layout.supers_at + block * BLOCK / SUPER * layout.super_record;
                             if const { K::Lines::TOLD } {
                                 let bits =
@@ -932,17 +924,15 @@ impl Product<'_> {
                 };
                 let blocks_ahead = most_blocks.min(layout.blocks - start_ahead);
                 later.clear();
-                let parts = layout.parts(start_ahead..start_ahead + blocks_ahead);
+                let bytes = layout.bytes_of(start_ahead..start_ahead + blocks_ahead);
                 for p in 0..panels {
                     let ahead = ahead.wrapping_add(p * stride);
-                    for part in &parts {
-                        let at = ahead.wrapping_add(spread(part.start, step_ahead));
-                        if panels * LINE != step_ahead || panels == 1 {
-                            later.add_lines(at, part.len(), step_ahead);
-                        } else if p == 0 {
-                            // A whole bundle.
-                            later.add(at, panels * part.len());
-                        }
+                    let at = ahead.wrapping_add(spread(bytes.start, step_ahead));
+                    if panels * LINE != step_ahead || panels == 1 {
+                        later.add_lines(at, bytes.len(), step_ahead);
+                    } else if p == 0 {
+                        // A whole bundle.
+                        later.add(at, panels * bytes.len());
                     }
                 }
                 if start == 0 {
@@ -963,11 +953,7 @@ impl Product<'_> {
                         (part.panel, part.panel_stride) = (&buffer[unpacked_lines..], unpacked_stride);
                     }
                     let tile = Tile {
-                        weights: if unpack {
-                            [&*buffer, &[]]
-                        } else {
-                            layout.lines_at(start).map(|line| from(at, line))
-                        },
+                        weights: if unpack { &*buffer } else { from(at, layout.lines_at(start)) },
                         weight_stride: if unpack { unpacked_stride } else { stride },
                         line_skip: if unpack { 0 } else { part.line_skip },
                         inputs: &part.inputs[first * block_bytes..],
@@ -1080,7 +1066,7 @@ impl Product<'_> {
                     let rows = n * i / tiles..n * (i + 1) / tiles;
                     let first_block = start * SUPER / BLOCK;
                     let tile = Tile {
-                        weights: [&*buffer, &[]],
+                        weights: &*buffer,
                         weight_stride: tile_stride,
                         unit: 1,
                         line_skip: 0,

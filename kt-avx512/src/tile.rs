@@ -13,6 +13,7 @@
 #![allow(unsafe_code)] // kernel
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use kt_core::cpu::input::{BLOCK, WORD_ZERO, WORD_ZEROS};
 
@@ -24,8 +25,8 @@ use crate::tiled::{CHAIN, INT_SPAN, NUMBER};
 
 /// What register tiles read and write that follow each other in rows: `blocks` blocks of 128 columns of it.
 pub struct Tile<'a> {
-    /// The lines of the first panel, from its first block, and those that lie apart; those of panel `p` begin at `p * weight_stride`.
-    pub weights: [&'a [u8]; 2],
+    /// The lines of the first panel, from its first block; those of panel `p` begin at `p * weight_stride`.
+    pub weights: &'a [u8],
     /// See `weights`.
     pub weight_stride: usize,
     /// Blocks after which lines and scales of groups go on elsewhere: 1, 2 or 4.
@@ -119,14 +120,11 @@ struct Reads {
 impl Tile<'_> {
     /// Checks that everything that tiles of `r` x `p` read and write is there.
     #[inline(always)]
-    fn check(&self, r: usize, p: usize, block_bytes: [usize; 2], reads: Reads) {
+    fn check(&self, r: usize, p: usize, block_bytes: usize, reads: Reads) {
         assert!(self.blocks > 0 && self.row_tiles > 0);
         let r = r * self.row_tiles;
-        let skips = [self.units_before(self.blocks - 1) * self.line_skip, 0];
-        for ((weights, skips), bytes) in self.weights.iter().zip(skips).zip(block_bytes) {
-            let last = |bytes| (p - 1) * self.weight_stride + spread(bytes - 1, reads.line_step);
-            assert!(bytes == 0 || weights.len() > last(self.blocks * bytes + skips));
-        }
+        let lines = self.lines_before(self.blocks - 1, block_bytes) + block_bytes;
+        assert!(self.weights.len() > (p - 1) * self.weight_stride + spread(lines - 1, reads.line_step));
         let last = |bytes| (p - 1) * self.panel_stride + spread(bytes - 1, self.panel_step);
         assert!(reads.scales == 0 || self.panel.len() > last(reads.scales));
         assert!(self.first_block.is_multiple_of(self.input_span));
@@ -167,24 +165,21 @@ impl Tile<'_> {
 
     /// How many blocks before they are due lines are asked for; `block_bytes` as below.
     #[inline(always)]
-    fn blocks_ahead<const P: usize>(&self, block_bytes: [usize; 2]) -> usize {
-        (self.ahead.bytes / P).div_ceil(block_bytes[0] + block_bytes[1])
+    fn blocks_ahead<const P: usize>(&self, block_bytes: usize) -> usize {
+        (self.ahead.bytes / P).div_ceil(block_bytes)
     }
 
-    /// From a line of a block to the line that is to be prefetched, and from one that lies apart, if lines are `line_step` bytes apart; `block_bytes` from
-    /// one block to the next.
+    /// From a line of a block to the line that is to be prefetched, if lines are `line_step` bytes apart; `block_bytes` from one block to the next.
     #[inline(always)]
-    fn ahead<const P: usize>(&self, block: usize, block_bytes: [usize; 2], line_step: usize) -> [usize; 2] {
+    fn ahead<const P: usize>(&self, block: usize, block_bytes: usize, line_step: usize) -> usize {
         self.ahead_by(block, self.blocks_ahead::<P>(block_bytes), block_bytes, line_step)
     }
 
     /// The same if that is so many blocks ahead.
     #[inline(always)]
-    fn ahead_by(&self, block: usize, blocks: usize, block_bytes: [usize; 2], line_step: usize) -> [usize; 2] {
-        block_bytes.map(|bytes| {
-            let (ahead, all) = (spread(blocks * bytes, line_step), spread(self.blocks * bytes, line_step));
-            if block + blocks < self.blocks { ahead } else { self.following().wrapping_add(ahead).wrapping_sub(all) }
-        })
+    fn ahead_by(&self, block: usize, blocks: usize, block_bytes: usize, line_step: usize) -> usize {
+        let (ahead, all) = (spread(blocks * block_bytes, line_step), spread(self.blocks * block_bytes, line_step));
+        if block + blocks < self.blocks { ahead } else { self.following().wrapping_add(ahead).wrapping_sub(all) }
     }
 
     /// Whether the panels are a single stream: one alone, or those of a bundle.
@@ -217,7 +212,7 @@ impl Tile<'_> {
     /// behind them: what is asked for in the order of addresses is there in time, and a gap of six lines and more made all that follows late.
     /// To the second level: they are read until the end of the panels, and lines that went past it are not in the first for long.
     #[inline(always)]
-    fn ask_next_front<const P: usize>(&self, block: usize, block_bytes: [usize; 2]) {
+    fn ask_next_front<const P: usize>(&self, block: usize, block_bytes: usize) {
         if !self.is_stream::<P>() || block + self.blocks_ahead::<P>(block_bytes).min(self.blocks) != self.blocks {
             return;
         }
@@ -248,15 +243,15 @@ impl Tile<'_> {
         assert!(self.input_span <= INT_SPAN);
         assert!(self.row_bytes >= input);
         let reads = Reads { line_step: LINE, scales: self.outputs_at + PANEL * 4, input: self.row_bytes };
-        self.check(rows, MOST_PANELS, [block_bytes, 0], reads);
+        self.check(rows, MOST_PANELS, block_bytes, reads);
         self.ask_front::<MOST_PANELS>();
     }
 
     /// From a line of a block of that to the one to ask for, at least so many blocks on.
     #[inline(always)]
     pub(crate) fn int_stream_ahead(&self, block: usize, block_bytes: usize, least: usize) -> usize {
-        let blocks = self.blocks_ahead::<MOST_PANELS>([block_bytes, 0]).max(least);
-        self.ahead_by(block, blocks, [block_bytes, 0], LINE)[0]
+        let blocks = self.blocks_ahead::<MOST_PANELS>(block_bytes).max(least);
+        self.ahead_by(block, blocks, block_bytes, LINE)
     }
 
     /// Checks that totals of `r` rows and `p` panels fit, and that the scales of these `outputs` are there, if they are due.
@@ -351,7 +346,7 @@ pub(crate) const fn scaled_blocks<S: Scale>() -> usize {
 /// The most rows that read one panel of integers after another, in the order of addresses, without hints.
 pub(crate) const fn one_stream<L: Lines, S: Scale, const XG: usize, const WG: usize>() -> usize {
     // Codes of three or four bits with scales among their blocks, or with none.
-    if (head::<S, XG, WG>().1 > 0 || S::RECORD == 0) && L::OPERANDS > 1 && L::BUNDLE == 1 && L::PLANES[1] == 0 {
+    if (head::<S, XG, WG>().1 > 0 || S::RECORD == 0) && L::OPERANDS > 1 && L::BUNDLE == 1 {
         // Two rows gain by several panels and hints what one stream does not hide of their products; not where scales for more columns lie apart.
         if S::SUPER > 0 { 2 } else { 1 }
     } else {
@@ -417,10 +412,10 @@ struct Place {
     x: *const u8,
     /// Bytes of a block.
     input_bytes: usize,
-    /// From a line to the one to ask for, and from one that lies apart.
-    ahead: [usize; 2],
+    /// From a line to the one to ask for.
+    ahead: usize,
     /// The same for steps that share lines: see [`Ahead::distances`].
-    distances: [[usize; 2]; 2],
+    distances: [usize; 2],
 }
 
 impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, const R: usize, const P: usize>
@@ -502,7 +497,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         t: &Tile<'_>,
         isa: I,
         (table, zeros): (L::Table<I>, [I::Int; P]),
-        (line, at, k): (&mut [*const u8; 2], Place, usize),
+        (line, at, k): (&mut *const u8, Place, usize),
         sums: &mut [[I::Int; P]; R],
     ) {
         let apart = Self::apart::<I>();
@@ -549,7 +544,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 assert!(!STREAM && L::OPERANDS == 1 && XG == BLOCK && P == 2 && ASK_STEPS == 8);
                 for first in (0..steps).step_by(ASK_STEPS) {
                     t.later.ask();
-                    let at_step = |p| Steps::<L, XG>::at(Self::of_panel(t, *line, p), first)[0];
+                    let at_step = |p| Steps::<L, XG>::at(Self::of_panel(t, *line, p), first);
                     let x = at.x.wrapping_add(k + first * 4);
                     // SAFETY: lines of these columns of both panels, and codes of all rows, by the caller's promise.
                     unsafe { isa.dot_lines(&mut acc, [at_step(0), at_step(1)], x, at.input_bytes) };
@@ -586,43 +581,41 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
 
     /// Where the lines of panel `p` are.
     #[inline(always)]
-    fn of_panel(t: &Tile<'_>, line: [*const u8; 2], p: usize) -> [*const u8; 2] {
-        let [first, second] = line;
-        let at = p * if L::BUNDLE > 1 { LINE } else { t.weight_stride };
-        [first.wrapping_add(at), second.wrapping_add(at)]
+    fn of_panel(t: &Tile<'_>, line: *const u8, p: usize) -> *const u8 {
+        line.wrapping_add(p * if L::BUNDLE > 1 { LINE } else { t.weight_stride })
     }
 
-    /// Asks for the lines that begin with a step, counted from those of the first one, which begin at `line`: two of a plane at most.
+    /// The lines that begin with a step, counted from those of the first one.
     #[inline(always)]
-    fn ask_step(t: &Tile<'_>, line: [*const u8; 2], ahead: [usize; 2], step: usize) {
-        for i in 0..2 {
-            // No loop: compilers would keep it.
-            let bytes = L::PLANES[i];
-            let (first, end) = ((step * bytes).div_ceil(LINE), ((step + 1) * bytes).div_ceil(LINE));
-            let at = |n: usize| line[i].wrapping_add(Steps::<L, XG>::spread(n * LINE));
-            let panels = if L::BUNDLE > 1 { 1 } else { P };
-            if first < end {
-                t.ahead.ask_line(at(first), ahead[i], panels);
-            }
-            if first + 1 < end {
-                t.ahead.ask_line(at(first + 1), ahead[i], panels);
-            }
+    fn lines_of(step: usize) -> Range<usize> {
+        (step * L::STEP).div_ceil(LINE)..((step + 1) * L::STEP).div_ceil(LINE)
+    }
+
+    /// Asks for the lines that begin with a step, of those that begin at `line`: two at most.
+    #[inline(always)]
+    fn ask_step(t: &Tile<'_>, line: *const u8, ahead: usize, step: usize) {
+        // No loop: compilers would keep it.
+        let Range { start: first, end } = Self::lines_of(step);
+        let at = |n: usize| line.wrapping_add(Steps::<L, XG>::spread(n * LINE));
+        let panels = if L::BUNDLE > 1 { 1 } else { P };
+        if first < end {
+            t.ahead.ask_line(at(first), ahead, panels);
+        }
+        if first + 1 < end {
+            t.ahead.ask_line(at(first + 1), ahead, panels);
         }
     }
 
     /// Asks for the lines that begin with a step, of those that steps share, which begin at `line`: in the order of addresses, if panels take turns, and not panel by panel, of
     /// which the hardware would not see that they are one stream.
     #[inline(always)]
-    fn ask_shared(t: &Tile<'_>, line: [*const u8; 2], distances: [[usize; 2]; 2], step: usize) {
-        for (i, &distances) in distances.iter().enumerate() {
-            let (first, end) = ((step * L::PLANES[i]).div_ceil(LINE), ((step + 1) * L::PLANES[i]).div_ceil(LINE));
-            // So many that compilers unroll it; a loop over as many as there are they would keep.
-            for n in 0..MOST_SHARED {
-                for p in 0..P {
-                    if first <= n && n < end {
-                        let at = Self::of_panel(t, line, p)[i].wrapping_add(Steps::<L, XG>::spread(n * LINE));
-                        Ahead::ask_at(at, distances);
-                    }
+    fn ask_shared(t: &Tile<'_>, line: *const u8, distances: [usize; 2], step: usize) {
+        let lines = Self::lines_of(step);
+        // So many that compilers unroll it; a loop over as many as there are they would keep.
+        for n in 0..MOST_SHARED {
+            for p in 0..P {
+                if lines.contains(&n) {
+                    Ahead::ask_at(Self::of_panel(t, line, p).wrapping_add(Steps::<L, XG>::spread(n * LINE)), distances);
                 }
             }
         }
@@ -638,7 +631,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         t: &Tile<'_>,
         isa: I,
         (table, zeros): (L::Table<I>, [I::Int; P]),
-        (line, at, k): ([*const u8; 2], Place, usize),
+        (line, at, k): (*const u8, Place, usize),
         step: usize,
         [acc, high]: [&mut [[I::Int; P]; R]; 2],
     ) {
@@ -653,7 +646,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             // SAFETY: a step of panel `p`, by the caller's promise.
             *w = unsafe {
                 if apart {
-                    let line = isa.load(Steps::<L, XG>::at(line, step)[0]);
+                    let line = isa.load(Steps::<L, XG>::at(line, step));
                     [isa.and(line, isa.splat(LOW_NIBBLES)), isa.and(line, isa.splat(!LOW_NIBBLES))]
                 } else {
                     L::operands::<I, XG>(isa, table, line, step)
@@ -737,7 +730,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         let input_bytes = if S::SPAN > 1 { input_bytes.next_multiple_of(LINE) } else { input_bytes };
         let line_step = L::BUNDLE * LINE;
         let steps = BLOCK / XG * Steps::<L, XG>::COUNT;
-        let block_bytes = L::PLANES.map(|bytes| steps * bytes);
+        let block_bytes = steps * L::STEP;
         let mut scales = if S::OUTPUTS { t.outputs_at + PANEL * 4 } else { 0 };
         if S::WORDS > 0 {
             scales = scales
@@ -784,11 +777,11 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         if STREAM {
             t.ask_front::<P>();
             if !ASKS {
-                let end = Steps::<L, XG>::spread(t.lines_before(t.blocks - 1, block_bytes[0]) + block_bytes[0]);
-                t.ask_next(t.weights[0].as_ptr().wrapping_add(end));
+                let end = Steps::<L, XG>::spread(t.lines_before(t.blocks - 1, block_bytes) + block_bytes);
+                t.ask_next(t.weights.as_ptr().wrapping_add(end));
             }
         }
-        let stride = [block_bytes[0] + t.per_unit(t.line_skip), block_bytes[1]];
+        let stride = block_bytes + t.per_unit(t.line_skip);
         // Those of one panel alone, or of a bundle, that are among the blocks are asked for as they come.
         let asks_records = P > 1 && L::BUNDLE == 1 || t.line_skip == 0;
         assert!(if Self::UNITS { t.unit.is_power_of_two() } else { t.unit == 1 });
@@ -805,7 +798,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             let first = tile * R;
             let mut zeros = [isa.splat(0); P];
             let mut total = t.begin::<I, R, P>(isa, first);
-            let mut line = t.weights.map(<[u8]>::as_ptr);
+            let mut line = t.weights.as_ptr();
             let mut x = t.inputs.as_ptr().wrapping_add(first * input_bytes);
             let mut record = t.group_at;
             let mut left = t.group_left;
@@ -824,8 +817,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     }
                     scaled_words = [[isa.zero(); P]; R];
                 }
-                let ahead = if ASKS { t.ahead::<P>(block, stride, line_step) } else { [0; 2] };
-                let distances = ahead.map(|ahead| t.ahead.distances(ahead, if L::BUNDLE > 1 { 1 } else { P }));
+                let ahead = if ASKS { t.ahead::<P>(block, stride, line_step) } else { 0 };
+                let distances = t.ahead.distances(ahead, if L::BUNDLE > 1 { 1 } else { P });
                 if ASKS {
                     t.ask_next_front::<P>(block, stride);
                 }
@@ -834,8 +827,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     for i in 0..Self::HEAD.1 {
                         let before = Steps::<L, XG>::spread((Self::HEAD.1 - i) * LINE);
                         for p in 0..P {
-                            let at = line[0].wrapping_sub(before).wrapping_add(p * LINE);
-                            if ASKS { t.ahead.ask(at.wrapping_add(ahead[0])) } else { prefetch_now(at) }
+                            let at = line.wrapping_sub(before).wrapping_add(p * LINE);
+                            if ASKS { t.ahead.ask(at.wrapping_add(ahead)) } else { prefetch_now(at) }
                         }
                     }
                 }
@@ -1087,7 +1080,7 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                 }
                 if !Self::UNITS || (t.first_block + block + 1) & (t.unit - 1) == 0 {
                     record += t.record_skip;
-                    line[0] = line[0].wrapping_add(Steps::<L, XG>::spread(t.line_skip));
+                    line = line.wrapping_add(Steps::<L, XG>::spread(t.line_skip));
                 }
             }
             t.end(isa, first, total, S::OUTPUTS, 1.0);
@@ -1366,7 +1359,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let shifted = const { STREAM && scaled::fp8(SCALED) && !I::FP8_NORMAL };
         let (number, per_operand) = if L::BF16 { (I::INPUT_BYTES, 2) } else { (4, 1) };
         let input_bytes = BLOCK * number;
-        let block_bytes = [BLOCK / per_operand / L::OPERANDS * LINE, 0];
+        let block_bytes = BLOCK / per_operand / L::OPERANDS * LINE;
         let (span, record) = scaled::span(SCALED);
         let scales = self.scales::<I>();
         let line_step = L::BUNDLE * LINE;
@@ -1375,8 +1368,8 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         if STREAM {
             t.ask_front::<P>();
             if !ASKS {
-                let end = spread(t.blocks * block_bytes[0] + (t.blocks - 1) * t.line_skip, line_step);
-                t.ask_next(t.weights[0].as_ptr().wrapping_add(end));
+                let end = spread(t.blocks * block_bytes + (t.blocks - 1) * t.line_skip, line_step);
+                t.ask_next(t.weights.as_ptr().wrapping_add(end));
             }
         }
 
@@ -1384,11 +1377,11 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         // scale for every span, and the bits of all blocks that have such.
         let table = L::table(isa);
         let mut total = t.begin::<I, R, P>(isa, first);
-        let mut line = t.weights[0].as_ptr();
+        let mut line = t.weights.as_ptr();
         let mut x = t.inputs.as_ptr().wrapping_add(first * input_bytes);
-        let stride = [block_bytes[0] + t.line_skip, 0];
+        let stride = block_bytes + t.line_skip;
         for block in 0..t.blocks {
-            let ahead = if ASKS { t.ahead::<P>(block, stride, line_step)[0] } else { 0 };
+            let ahead = if ASKS { t.ahead::<P>(block, stride, line_step) } else { 0 };
             if ASKS {
                 t.ask_next_front::<P>(block, stride);
             }
@@ -1439,7 +1432,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
                                 if shifted {
                                     isa.fp8_shifted(isa.load(at))
                                 } else {
-                                    L::operands::<I, BLOCK>(isa, table, [at; 2], 0)
+                                    L::operands::<I, BLOCK>(isa, table, at, 0)
                                 }
                             };
                         }
@@ -1505,7 +1498,7 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let input = BLOCK * NUMBER;
         assert!(t.row_bytes == input);
         let reads = Reads { line_step: L::BUNDLE * LINE, scales: self.scales::<I>(), input };
-        t.check(rows, P, [Self::LINE_BYTES, 0], reads);
+        t.check(rows, P, Self::LINE_BYTES, reads);
         t.ask_front::<P>();
     }
 
@@ -1521,8 +1514,8 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         let (t, line_step) = (&self.tile, L::BUNDLE * LINE);
         let skip = spread(t.line_skip, line_step);
         if next.column == 0 {
-            let stride = [Self::LINE_BYTES + t.line_skip, 0];
-            next.ahead = t.ahead::<P>(next.block, stride, line_step)[0];
+            let stride = Self::LINE_BYTES + t.line_skip;
+            next.ahead = t.ahead::<P>(next.block, stride, line_step);
             t.ask_next_front::<P>(next.block, stride);
             if SCALED == scaled::GROUPS {
                 for i in 0..P {
@@ -1602,6 +1595,6 @@ pub(crate) struct Chain {
 impl Chain {
     /// The first columns of a tile.
     pub(crate) fn of(tile: &Tile<'_>) -> Self {
-        Chain { line: tile.weights[0].as_ptr(), block: 0, column: 0, ahead: 0, small: 0 }
+        Chain { line: tile.weights.as_ptr(), block: 0, column: 0, ahead: 0, small: 0 }
     }
 }

@@ -180,7 +180,7 @@ pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, outputs: b
     assert!(rows > 0 && rows <= 2 * TILE_ROWS && all_rows <= MOST_ROWS && most > 0 && tile.sums.len() == SUMS_SIZE);
     assert!(row_stride >= ROW && (tile.unit == 1 || tile.line_skip == 0));
     let end = tile.lines_before(tile.blocks - 1, LINES) + LINES;
-    assert!(tile.weights[0].len() >= (TILE_PANELS - 1) * tile.weight_stride + end);
+    assert!(tile.weights.len() >= (TILE_PANELS - 1) * tile.weight_stride + end);
     assert!(tile.inputs.len() >= (tile.blocks - 1) * tile.input_stride + all_rows * row_stride);
     assert!(tile.out.len() >= (all_rows - 1) * tile.out_stride + tile.width);
     let sums = std::mem::take(&mut tile.sums);
@@ -189,7 +189,7 @@ pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, outputs: b
     let mut start = 0;
     while start < tile.blocks {
         let blocks = most.min(tile.blocks - start);
-        let (asked, asked_lines) = asked(tile.later, row_tiles * blocks, BLOCK_STEPS, tile.weights[0].as_ptr());
+        let (asked, asked_lines) = asked(tile.later, row_tiles * blocks, BLOCK_STEPS, tile.weights.as_ptr());
         let begins = tile.first_block + start > 0;
         if begins && !in_place {
             for (r, sums) in sums.chunks_exact_mut(SUM_ROW).enumerate().take(all_rows) {
@@ -213,7 +213,7 @@ pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, outputs: b
             inputs: tile.inputs[start * tile.input_stride..].as_ptr(),
             row_stride,
             block_stride: tile.input_stride,
-            lines: tile.weights[0][tile.lines_before(start, LINES)..].as_ptr(),
+            lines: tile.weights[tile.lines_before(start, LINES)..].as_ptr(),
             line_skip: tile.line_skip,
             panel_stride: tile.weight_stride,
             from,
@@ -454,8 +454,8 @@ unsafe fn unpack_ints<I: Isa, L: Codes>(
 ) {
     for (p, to) in to.chunks_exact_mut(INT_BLOCK).enumerate() {
         let from = from.wrapping_add(p * stride);
-        // SAFETY: by the caller's promise; the second plane is empty.
-        let operands = unsafe { L::operands::<I, BLOCK>(isa, table, [from; 2], line) };
+        // SAFETY: by the caller's promise.
+        let operands = unsafe { L::operands::<I, BLOCK>(isa, table, from, line) };
         let to = to[line * L::OPERANDS * LINE..][..L::OPERANDS * LINE].as_mut_ptr();
         for (i, &operand) in operands[..L::OPERANDS].iter().enumerate() {
             // SAFETY: a line for each operand.
@@ -468,7 +468,7 @@ impl<U: TileUnit, L: Codes> Job for StreamedInts<'_, U, L> {
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
         // Not `const`, which is for code that never runs, too.
-        assert!(L::PLANES[0] == LINE && L::PLANES[1] == 0 && !L::SHARED);
+        assert!(L::STEP == LINE && !L::SHARED);
         let (unit, mut t) = (self.unit, self.tile);
         let unpacks = const { L::OPERANDS > 1 };
         let buffer = std::mem::take(&mut t.sums);
@@ -497,7 +497,7 @@ impl<U: TileUnit, L: Codes> Job for StreamedInts<'_, U, L> {
 
         // From here on every read is in bounds: `check_int_stream` saw all blocks of the lines of all panels and of the inputs of all rows.
         let table = L::table(isa);
-        let lines_of = |block: usize| t.weights[0].as_ptr().wrapping_add(block * block_bytes);
+        let lines_of = |block: usize| t.weights.as_ptr().wrapping_add(block * block_bytes);
         for block in if unpacks { blocks_from(0) } else { 0..0 } {
             for line in 0..block_lines {
                 let to = &mut unpacked[block * INT_LINES_OF_BLOCK..][..INT_LINES_OF_BLOCK];

@@ -54,10 +54,7 @@ const fn most(group: usize) -> i32 {
 #[inline(always)]
 fn unpack<I: Isa, L: Codes, const G: usize>(isa: I, layout: &Layout, panel: &[u8], block: usize, to: &mut [u8]) {
     let step = layout.step();
-    // Not `map`, which compilers leave a call.
-    let [lines, apart] = layout.lines_at(block);
-    let from =
-        [panel.get(spread(lines, step)..).unwrap_or_default(), panel.get(spread(apart, step)..).unwrap_or_default()];
+    let from = &panel[spread(layout.lines_at(block), step)..];
     let scales = &mut Scales { panel, step, record: 0, left: 0, group: 0, above: 0, small: 0, zero: 0 };
     Unpack::<L, NoScale, G, false> { from, scales, to, kind: PhantomData }.go(isa);
 }
@@ -984,7 +981,7 @@ unsafe fn tile_of<const N: usize, const KEPT: bool, const LATE: bool>(
         let mut totals = parts;
         // Such that nothing is due before the first group.
         let mut due = [_mm512_castsi512_ps(nothing_due(kind)); N];
-        let mut line = t.weights[0].as_ptr();
+        let mut line = t.weights.as_ptr();
         let mut x = t.inputs.as_ptr().wrapping_add(first * row_bytes);
         let mut words = t.panel.as_ptr();
         let mut units = words;
@@ -1072,7 +1069,7 @@ impl Tile<'_> {
         assert!(self.blocks > 0 && self.row_tiles > 0);
         let rows = rows * self.row_tiles;
         let lines = self.lines_before(self.blocks - 1, block_bytes) + block_bytes;
-        assert!(self.weights[0].len() >= (P - 1) * self.weight_stride + lines);
+        assert!(self.weights.len() >= (P - 1) * self.weight_stride + lines);
         assert!(self.panel.len() >= (P - 1) * self.panel_stride + words);
         assert!(self.inputs.len() >= (self.blocks - 1) * self.input_stride + rows * input_bytes);
         assert!(self.width <= P * PANEL && self.out.len() >= (rows - 1) * self.out_stride + self.width);

@@ -80,11 +80,11 @@ const MOST_RECORDS: usize = 8 * HALVES * 2;
 /// # Panics
 /// When it is of another type: a caller's error.
 pub(crate) fn packed_layout(format: Format, cols: usize) -> Layout {
-    let Shape { planes, bundle, group, record, super_record } = shape(format);
+    let Shape { bits, bundle, group, record, super_record } = shape(format);
     Layout::of(
         cols,
         Parts {
-            lines: planes.map(|bits| bits * BLOCK * PANEL / 8),
+            lines: bits * BLOCK * PANEL / 8,
             outputs: 0,
             groups: Some((group, record)),
             super_record,
@@ -96,8 +96,8 @@ pub(crate) fn packed_layout(format: Format, cols: usize) -> Layout {
 
 /// What a type is made of: the table above.
 struct Shape {
-    /// Bits of a code in each plane.
-    planes: [usize; 2],
+    /// Bits of a code.
+    bits: usize,
     /// How many panels take turns with their lines.
     bundle: usize,
     /// Columns of a group.
@@ -109,27 +109,27 @@ struct Shape {
 }
 
 fn shape(format: Format) -> Shape {
-    let (planes, group, record, super_record) = match format {
-        Format::Q8_0 => ([8, 0], 32, HALVES, 0),
-        Format::Q4_0 | Format::Iq4Nl => ([4, 0], 32, HALVES, 0),
-        Format::Q5_0 => ([5, 0], 32, HALVES, 0),
-        Format::Q4_1 => ([4, 0], 32, HALVES * 2, 0),
-        Format::Q5_1 => ([5, 0], 32, HALVES * 2, 0),
-        Format::Mxfp4Ggml => ([4, 0], 32, PANEL, 0),
-        Format::Tq1_0 | Format::Tq2_0 => ([2, 0], 256, HALVES, 0),
-        Format::Q2K => ([2, 0], 16, PANEL, HALVES * 2),
-        Format::Q3K => ([3, 0], 16, PANEL, HALVES),
-        Format::Q4K => ([4, 0], 32, PANEL * 2, HALVES * 2),
-        Format::Q5K => ([5, 0], 32, PANEL * 2, HALVES * 2),
-        Format::Q6K => ([6, 0], 16, PANEL, HALVES),
-        Format::Iq4Xs | Format::Iq3Xxs | Format::Iq3S => ([4, 0], 32, PANEL, HALVES),
-        Format::Iq1S => ([2, 0], 32, PANEL, HALVES),
-        Format::Iq2Xxs => ([3, 0], 32, PANEL, HALVES),
-        Format::Iq2Xs | Format::Iq2S | Format::Iq1M => ([3, 0], 16, PANEL, HALVES),
+    let (bits, group, record, super_record) = match format {
+        Format::Q8_0 => (8, 32, HALVES, 0),
+        Format::Q4_0 | Format::Iq4Nl => (4, 32, HALVES, 0),
+        Format::Q5_0 => (5, 32, HALVES, 0),
+        Format::Q4_1 => (4, 32, HALVES * 2, 0),
+        Format::Q5_1 => (5, 32, HALVES * 2, 0),
+        Format::Mxfp4Ggml => (4, 32, PANEL, 0),
+        Format::Tq1_0 | Format::Tq2_0 => (2, 256, HALVES, 0),
+        Format::Q2K => (2, 16, PANEL, HALVES * 2),
+        Format::Q3K => (3, 16, PANEL, HALVES),
+        Format::Q4K => (4, 32, PANEL * 2, HALVES * 2),
+        Format::Q5K => (5, 32, PANEL * 2, HALVES * 2),
+        Format::Q6K => (6, 16, PANEL, HALVES),
+        Format::Iq4Xs | Format::Iq3Xxs | Format::Iq3S => (4, 32, PANEL, HALVES),
+        Format::Iq1S => (2, 32, PANEL, HALVES),
+        Format::Iq2Xxs => (3, 32, PANEL, HALVES),
+        Format::Iq2Xs | Format::Iq2S | Format::Iq1M => (3, 16, PANEL, HALVES),
         other => panic!("{other} is not repacked"),
     };
-    let bundle = if matches!(planes, [2 | 5 | 6, 0]) { 2 } else { 1 };
-    Shape { planes, bundle, group, record, super_record }
+    let bundle = if matches!(bits, 2 | 5 | 6) { 2 } else { 1 };
+    Shape { bits, bundle, group, record, super_record }
 }
 
 /// The weights that a matrix has once it is packed: those of Q4_K with minima in units of their scales, which moves them by less than 0.1 % in blocks like
@@ -179,7 +179,7 @@ pub(crate) fn pack(matrix: &Matrix, rows: Range<usize>, out: &mut [u8]) {
 fn pack_panel(matrix: &Matrix, layout: &Layout, rows: Range<usize>, out: &mut [u8]) {
     let (format, first, outputs) = (matrix.format(), rows.start, rows.len());
     let (cols, bytes) = ggml::block(format).expect("types that are repacked have blocks");
-    let Shape { planes, group, .. } = shape(format);
+    let Shape { bits, group, .. } = shape(format);
     let (records, tile_bytes) = (cols / group * layout.record, TILE / cols * bytes);
     // Those of absent outputs stay zero.
     let mut operands = [[0; PANEL]; TILE / 4];
@@ -201,20 +201,18 @@ fn pack_panel(matrix: &Matrix, layout: &Layout, rows: Range<usize>, out: &mut [u
         let blocks = tile * (TILE / BLOCK)..layout.blocks;
         for (block, operands) in blocks.zip(operands.as_chunks::<{ BLOCK / 4 }>().0) {
             let at = layout.lines_at(block);
-            // Groups of several blocks have one plane, which goes on as if there were no groups.
+            // Groups of several blocks go on as if there were no groups.
             let columns = group.min(BLOCK);
             for (g, operands) in operands.chunks_exact(columns / 4).enumerate() {
-                let plane = |i: usize| {
-                    let bytes = planes[i] * PANEL * columns / 8;
-                    at[i] + g * bytes..at[i] + (g + 1) * bytes
-                };
-                match planes {
-                    [3, _] => put_threes(operands, &mut out[plane(0)]),
-                    [8, _] => put_bytes(operands, &mut out[plane(0)]),
-                    [6, _] => put_sixes(operands, &mut out[plane(0)]),
-                    [5, _] => put_fives(operands, &mut out[plane(0)]),
-                    [4, _] => put_nibbles(operands, &mut out[plane(0)]),
-                    _ => put_pairs(operands, &mut out[plane(0)]),
+                let bytes = bits * PANEL * columns / 8;
+                let out = &mut out[at + g * bytes..][..bytes];
+                match bits {
+                    8 => put_bytes(operands, out),
+                    6 => put_sixes(operands, out),
+                    5 => put_fives(operands, out),
+                    4 => put_nibbles(operands, out),
+                    3 => put_threes(operands, out),
+                    _ => put_pairs(operands, out),
                 }
             }
         }
@@ -435,23 +433,23 @@ fn put_each(bytes: &[u8], o: usize, groups: &mut [u8]) {
 type Operands = [[u32; PANEL]];
 
 /// 8 bits of each code.
-fn put_bytes(operands: &Operands, plane: &mut [u8]) {
-    for (operand, line) in operands.iter().zip(plane.as_chunks_mut::<LINE>().0) {
+fn put_bytes(operands: &Operands, out: &mut [u8]) {
+    for (operand, line) in operands.iter().zip(out.as_chunks_mut::<LINE>().0) {
         put_line(operand, line);
     }
 }
 
 /// The low 4 bits of each code.
-fn put_nibbles(operands: &Operands, plane: &mut [u8]) {
-    for ([a, b], line) in operands.as_chunks().0.iter().zip(plane.as_chunks_mut::<LINE>().0) {
+fn put_nibbles(operands: &Operands, out: &mut [u8]) {
+    for ([a, b], line) in operands.as_chunks().0.iter().zip(out.as_chunks_mut::<LINE>().0) {
         let nibbles: [u32; PANEL] = std::array::from_fn(|o| a[o] & 0x0f0f_0f0f | (b[o] & 0x0f0f_0f0f) << 4);
         put_line(&nibbles, line);
     }
 }
 
 /// 6 bits of each code.
-fn put_sixes(operands: &Operands, plane: &mut [u8]) {
-    for (operands, lines) in operands.as_chunks::<4>().0.iter().zip(plane.as_chunks_mut::<{ 3 * LINE }>().0) {
+fn put_sixes(operands: &Operands, out: &mut [u8]) {
+    for (operands, lines) in operands.as_chunks::<4>().0.iter().zip(out.as_chunks_mut::<{ 3 * LINE }>().0) {
         for (n, line) in lines.as_chunks_mut::<LINE>().0.iter_mut().enumerate() {
             let codes: [u32; PANEL] =
                 std::array::from_fn(|o| operands[n][o] | some_bits(operands[3][o], 2 * n as u32, 2) << 6);
@@ -461,8 +459,8 @@ fn put_sixes(operands: &Operands, plane: &mut [u8]) {
 }
 
 /// 5 bits of each code.
-fn put_fives(operands: &Operands, plane: &mut [u8]) {
-    for (operands, lines) in operands.as_chunks::<8>().0.iter().zip(plane.as_chunks_mut::<{ 5 * LINE }>().0) {
+fn put_fives(operands: &Operands, out: &mut [u8]) {
+    for (operands, lines) in operands.as_chunks::<8>().0.iter().zip(out.as_chunks_mut::<{ 5 * LINE }>().0) {
         for (n, line) in lines.as_chunks_mut::<LINE>().0.iter_mut().enumerate() {
             let codes: [u32; PANEL] = std::array::from_fn(|o| {
                 let of = |operand: usize, from: u32, bits: u32| some_bits(operands[operand][o], from, bits);
@@ -484,10 +482,10 @@ fn some_bits(codes: u32, from: u32, bits: u32) -> u32 {
 }
 
 /// The low 2 bits of each code.
-fn put_pairs(operands: &Operands, plane: &mut [u8]) {
+fn put_pairs(operands: &Operands, out: &mut [u8]) {
     const HALF: usize = PANEL / 2;
     let pair = |v: u32| v & 0x0303_0303;
-    for ([a, b], line) in operands.as_chunks().0.iter().zip(plane.as_chunks_mut::<{ LINE / 2 }>().0) {
+    for ([a, b], line) in operands.as_chunks().0.iter().zip(out.as_chunks_mut::<{ LINE / 2 }>().0) {
         let pairs: [u32; HALF] =
             std::array::from_fn(|o| pair(a[o]) | pair(a[HALF + o]) << 2 | pair(b[o]) << 4 | pair(b[HALF + o]) << 6);
         put_line(&pairs, line);
@@ -495,10 +493,10 @@ fn put_pairs(operands: &Operands, plane: &mut [u8]) {
 }
 
 /// Of each four operands 3 bits of the first two and the low 2 of the last one; then 3 bits of the third and bit 2 of the last one, as nibbles.
-fn put_threes(operands: &Operands, plane: &mut [u8]) {
+fn put_threes(operands: &Operands, out: &mut [u8]) {
     const HALF: usize = PANEL / 2;
-    for ([a, b, c, d], plane) in operands.as_chunks().0.iter().zip(plane.as_chunks_mut::<{ LINE + LINE / 2 }>().0) {
-        let (line, half) = plane.split_at_mut(LINE);
+    for ([a, b, c, d], out) in operands.as_chunks().0.iter().zip(out.as_chunks_mut::<{ LINE + LINE / 2 }>().0) {
+        let (line, half) = out.split_at_mut(LINE);
         let codes: [u32; PANEL] = std::array::from_fn(|o| a[o] | b[o] << 3 | some_bits(d[o], 0, 2) << 6);
         put_line(&codes, line);
         let nibble = |o: usize| c[o] | some_bits(d[o], 2, 1) << 3;
@@ -871,10 +869,10 @@ mod tests {
             for blocks in 1..20 {
                 let layout = packed_layout(format, blocks * format.block_cols());
                 let Layout { groups_at, supers_at, blocks_at, head, panel_bytes, lines, .. } = layout;
-                for at in [groups_at, supers_at, blocks_at, head, panel_bytes, lines[0], lines[1]] {
+                for at in [groups_at, supers_at, blocks_at, head, panel_bytes, lines] {
                     assert_eq!(at % 64, 0, "{format}: {layout:?}");
                 }
-                assert_eq!(panel_bytes, blocks_at + layout.blocks * (head + lines[0] + lines[1]), "{format}");
+                assert_eq!(panel_bytes, blocks_at + layout.blocks * (head + lines), "{format}");
             }
         }
     }

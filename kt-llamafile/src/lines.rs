@@ -6,12 +6,11 @@ use kt_avx512::engine::{Bytes, Codes, Isa, LINE, Lines, Nibbles, PANEL, SHIFTED,
 use kt_core::format::float::f16_to_f32;
 use kt_core::format::ggml::IQ4_VALUES;
 
-/// Defines codes that are unpacked without a table: the bytes of a step in each plane, how many panels take turns with their lines, how many steps
-/// share lines, columns whose narrow sums fit, and the operands of step `step` of these, which begin at `at` in the planes; `line(n)` is a line of
-/// plane 0.
+/// Defines codes that are unpacked without a table: the bytes of a step, how many panels take turns with their lines, how many steps
+/// share lines, columns whose narrow sums fit, and the operands of step `step` of these, which begin at `at`; `line(n)` is a line.
 macro_rules! codes {
     (
-        $(#[$doc:meta])* $name:ident, $planes:expr, bundle: $bundle:literal, steps: $steps:literal, span: $span:literal,
+        $(#[$doc:meta])* $name:ident, $bytes:literal, bundle: $bundle:literal, steps: $steps:literal, span: $span:literal,
         |$isa:ident, $at:ident, $line:ident, $step:ident| $operands:expr
     ) => {
         $(#[$doc])*
@@ -20,7 +19,7 @@ macro_rules! codes {
 
         impl Lines for $name {
             const OPERANDS: usize = 2;
-            const PLANES: [usize; 2] = $planes;
+            const STEP: usize = $bytes;
             const BUNDLE: usize = $bundle;
             const SHARED: bool = $steps > 1;
             type Table<I: Isa> = ();
@@ -30,7 +29,7 @@ macro_rules! codes {
             unsafe fn operands<I: Isa, const COLUMNS: usize>(
                 $isa: I,
                 _: (),
-                at: [*const u8; 2],
+                at: *const u8,
                 step: usize,
             ) -> [I::Int; 2] {
                 const { assert!(Steps::<Self, COLUMNS>::COUNT.is_multiple_of($steps)) };
@@ -38,7 +37,7 @@ macro_rules! codes {
                 let $at = Steps::<Self, COLUMNS>::at(at, step - $step);
                 // SAFETY: a line of the steps that share it, by the caller's promise.
                 let $line = |n: usize| unsafe {
-                    $isa.load($at[0].wrapping_add(Steps::<Self, COLUMNS>::spread(n * LINE)))
+                    $isa.load($at.wrapping_add(Steps::<Self, COLUMNS>::spread(n * LINE)))
                 };
                 $operands
             }
@@ -65,25 +64,25 @@ fn bits<I: Isa, const N: u32>(isa: I, line: I::Int, mask: i32) -> I::Int {
 
 codes!(
     /// Two bits: 8 x 2 x 3 x 127 < 2^15.
-    TwoBits, [32, 0], bundle: 2, steps: 1, span: 32, |isa, at, _line, _step| {
+    TwoBits, 32, bundle: 2, steps: 1, span: 32, |isa, at, _line, _step| {
         // SAFETY: a step, by the caller's promise.
-        unsafe { isa.load_bit_pairs::<0>(at[0]) }
+        unsafe { isa.load_bit_pairs::<0>(at) }
     }
 );
 codes!(
     /// Two bits, times 8: of coordinates of IQ1, up to 25 with [`MoreOrLess::shift`], 4 x 2 x 25 x 127 < 2^15; or those of Q2_K with [`OfEights`].
-    Eights, [32, 0], bundle: 2, steps: 1, span: 16, |isa, at, _line, _step| {
+    Eights, 32, bundle: 2, steps: 1, span: 16, |isa, at, _line, _step| {
         // SAFETY: a step, by the caller's promise.
-        unsafe { isa.load_bit_pairs::<3>(at[0]) }
+        unsafe { isa.load_bit_pairs::<3>(at) }
     }
 );
 codes!(
     /// Three bits, four operands in a line and half of one: 8 x 2 x 7 x 127 < 2^15.
-    ThreeBits, [48, 0], bundle: 1, steps: 2, span: 32, |isa, at, line, step| match step {
+    ThreeBits, 48, bundle: 1, steps: 2, span: 32, |isa, at, line, step| match step {
         0 => [bits::<I, 0>(isa, line(0), 7), bits::<I, 3>(isa, line(0), 7)],
         _ => {
             // SAFETY: two steps, by the caller's promise.
-            let half = unsafe { isa.load_nibble_halves(at[0].wrapping_add(LINE)) };
+            let half = unsafe { isa.load_nibble_halves(at.wrapping_add(LINE)) };
             [
                 bits::<I, 0>(isa, half, 7),
                 isa.add(bits::<I, 6>(isa, line(0), 3), bits::<I, 1>(isa, half, 4)),
@@ -93,7 +92,7 @@ codes!(
 );
 codes!(
     /// Five bits, eight operands in five lines: 4 x 2 x 31 x 127 < 2^15.
-    FiveBits, [80, 0], bundle: 2, steps: 4, span: 16, |isa, _at, line, step| {
+    FiveBits, 80, bundle: 2, steps: 4, span: 16, |isa, _at, line, step| {
         let low = |n| bits::<I, 0>(isa, line(n), 0x1f);
         match step {
             0 => [low(0), low(1)],
@@ -111,7 +110,7 @@ codes!(
 );
 codes!(
     /// Six bits, four operands in three lines: 2 x 2 x 63 x 127 < 2^15.
-    SixBits, [96, 0], bundle: 2, steps: 2, span: 8, |isa, _at, line, step| {
+    SixBits, 96, bundle: 2, steps: 2, span: 8, |isa, _at, line, step| {
         let low = |n| bits::<I, 0>(isa, line(n), 0x3f);
         match step {
             0 => [low(0), low(1)],
@@ -174,7 +173,7 @@ macro_rules! looked_up {
 
         impl Lines for $name {
             const OPERANDS: usize = 2;
-            const PLANES: [usize; 2] = <$codes>::PLANES;
+            const STEP: usize = <$codes>::STEP;
             const SHARED: bool = <$codes>::SHARED;
             type Table<I: Isa> = I::Int;
             #[inline(always)]
@@ -187,10 +186,10 @@ macro_rules! looked_up {
             unsafe fn operands<I: Isa, const COLUMNS: usize>(
                 isa: I,
                 table: I::Int,
-                at: [*const u8; 2],
+                at: *const u8,
                 step: usize,
             ) -> [I::Int; 2] {
-                // SAFETY: the bytes of all steps in both planes, by the caller's promise.
+                // SAFETY: the bytes of all steps, by the caller's promise.
                 let [a, b] = unsafe { <$codes>::operands::<I, COLUMNS>(isa, (), at, step) };
                 [isa.lookup(table, a), isa.lookup(table, b)]
             }
