@@ -903,7 +903,7 @@ impl Product<'_> {
                             zero: self.zero,
                         };
                         for (block, to) in (start..).zip(to.chunks_exact_mut(operand_block)) {
-                            let lines = from(at, layout.lines_at(block)).get(p * stride..).unwrap_or_default();
+                            let lines = &from(at, layout.lines_at(block))[p * stride..];
                             scales.above = layout.supers_at + block * BLOCK / SUPER * layout.super_record;
                             if const { K::Lines::TOLD } {
                                 let bits =

@@ -591,18 +591,14 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         (step * L::STEP).div_ceil(LINE)..((step + 1) * L::STEP).div_ceil(LINE)
     }
 
-    /// Asks for the lines that begin with a step, of those that begin at `line`: two at most.
+    /// Asks for the line that begins with a step, of those that begin at `line`, if one does: where steps share none there is no more than one.
     #[inline(always)]
     fn ask_step(t: &Tile<'_>, line: *const u8, ahead: usize, step: usize) {
-        // No loop: compilers would keep it.
-        let Range { start: first, end } = Self::lines_of(step);
-        let at = |n: usize| line.wrapping_add(Steps::<L, XG>::spread(n * LINE));
-        let panels = if L::BUNDLE > 1 { 1 } else { P };
-        if first < end {
-            t.ahead.ask_line(at(first), ahead, panels);
-        }
-        if first + 1 < end {
-            t.ahead.ask_line(at(first + 1), ahead, panels);
+        const { assert!(L::SHARED || L::STEP <= LINE) };
+        let lines = Self::lines_of(step);
+        if !lines.is_empty() {
+            let panels = if L::BUNDLE > 1 { 1 } else { P };
+            t.ahead.ask_line(line.wrapping_add(Steps::<L, XG>::spread(lines.start * LINE)), ahead, panels);
         }
     }
 

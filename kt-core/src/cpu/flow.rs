@@ -60,9 +60,9 @@ const NARROW_TOKENS: usize = 512;
 
 /// How many rows before sums are added to, they are asked for: each is somewhere else in memory.
 const ADDED_AHEAD: usize = 4;
-/// How many tasks of packing inputs a thread has at least, and rows of one at most: marks of rows that follow each other share lines, which threads would take
-/// from each other.
+/// Tasks of packing inputs that a thread has at least, where there are rows enough.
 const PACKED_TASKS: usize = 8;
+/// Rows of such a task at most. Not one: marks of rows that follow each other share lines, which threads would take from each other.
 const PACKED_ROWS: usize = 16;
 /// Tokens of a task of run 4.
 const ADDED_TOKENS: usize = 16;
