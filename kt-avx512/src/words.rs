@@ -18,10 +18,12 @@
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
+use std::mem::offset_of;
 use std::ops::Range;
 
 use kt_core::cpu::input::{BLOCK, InputLayout, Sums, WORD_ZERO, WORD_ZEROS};
 
+use crate::ahead::prefetch_now;
 use crate::isa::{Isa, Job};
 use crate::layout::{LINE, Layout, PANEL, SUPER, spread};
 use crate::lines::{Codes, NoScale, Scale, Scales, Unpack, of_group};
@@ -304,6 +306,15 @@ impl Kind {
             Words::Folded => (SUPER / BLOCK, LINE, 0),
         }
     }
+
+    /// Bytes from the unit of a chunk to the words of its last groups, if there are any.
+    const fn last_words(self) -> usize {
+        let last = match self.words {
+            Words::Made { minima } => lines_of(minima) * LINE,
+            Words::OfType | Words::Folded => LINE,
+        };
+        self.chunk().1 - last
+    }
 }
 
 /// Rows of the largest tile: sums of products, of these times scales, and totals are 24 registers then. The second: of tall ones, where eight sums are too few for two
@@ -317,17 +328,43 @@ const P: usize = 2;
 struct Block {
     /// The lines of both panels.
     lines: [*const u8; P],
-    /// Their words; of tall tiles by words of the type those of the last group before.
+    /// Their words.
     words: [*const u8; P],
     /// The block of the first row.
     x: *const u8,
-    /// Of tall tiles by words of the type: the first row's scale of the last group before, bytes from there to that of the first one, and whether that is the
-    /// first of a unit.
-    scale: *const u8,
-    /// See `scale`.
-    step: usize,
-    /// See `scale`.
-    begins: bool,
+}
+
+/// Where a tall tile begins, which goes over all blocks itself.
+struct Whole {
+    /// The lines of both panels.
+    lines: [*const u8; P],
+    /// The words of their first groups, or, where there are none, the units.
+    words: [*const u8; P],
+    /// The first block of the first row.
+    x: *const u8,
+    /// How many blocks come before.
+    block: usize,
+}
+
+/// What a tall tile of `N` sums finds in memory.
+#[repr(C, align(64))]
+struct Around<const N: usize> {
+    /// Totals of all units but the last one.
+    totals: [__m512; N],
+    /// By words that were made: sums of the blocks of a unit, but for the last one.
+    sums: [__m512; N],
+    /// How many blocks there are, with those that come before.
+    end: usize,
+    /// Of a number of blocks, the bits that are 0 where lines go on elsewhere; and how many bytes from there.
+    unit: usize,
+    line_skip: usize,
+    /// From the end of a block of the inputs to the next one, and from the scale of a block's last group to that of the next one's first.
+    next_x: usize,
+    next_scale: usize,
+    /// A line to ask for, bytes to the next one, and how many with each block.
+    ask: *const u8,
+    ask_step: usize,
+    asks: usize,
 }
 
 /// The instructions for a row: its number, two registers for sums of products, two for those times scales, two for totals, one for what is broadcast. `{x}` is where its codes
@@ -451,10 +488,10 @@ macro_rules! row {
     };
     (unit, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
-            "vmovaps ", $x, ", zmmword ptr [{totals} + ", $r, "*128]\n", "vfmadd132ps ", $p, ", ", $x, ", zmmword ptr [{words} - {back}]\n",
-            "vmovaps zmmword ptr [{totals} + ", $r, "*128], ", $p, "\n", "vpxord ", $p, ", ", $p, ", ", $p, "\n",
-            "vmovaps ", $x, ", zmmword ptr [{totals} + ", $r, "*128 + 64]\n", "vfmadd132ps ", $q, ", ", $x, ", zmmword ptr [{others} - {back}]\n",
-            "vmovaps zmmword ptr [{totals} + ", $r, "*128 + 64], ", $q, "\n", "vpxord ", $q, ", ", $q, ", ", $q, "\n"
+            "vmovaps ", $x, ", zmmword ptr [{around} + ", $r, "*128]\n", "vfmadd132ps ", $p, ", ", $x, ", zmmword ptr [{words} - {back}]\n",
+            "vmovaps zmmword ptr [{around} + ", $r, "*128], ", $p, "\n", "vpxord ", $p, ", ", $p, ", ", $p, "\n",
+            "vmovaps ", $x, ", zmmword ptr [{around} + ", $r, "*128 + 64]\n", "vfmadd132ps ", $q, ", ", $x, ", zmmword ptr [{others} - {back}]\n",
+            "vmovaps zmmword ptr [{around} + ", $r, "*128 + 64], ", $q, "\n", "vpxord ", $q, ", ", $q, ", ", $q, "\n"
         )
     };
     (scale_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
@@ -465,9 +502,14 @@ macro_rules! row {
     };
     (scale_first_minima, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
-            row!(scale_at, $r, $a, $b, $s, $t, $p, $q, $x), "vpbroadcastd ", $x, ", dword ptr [{n} + 8 + ", $r, "*{row}]\n",
-            "vpdpwssd ", $s, ", ", $x, ", zmmword ptr [{words} + 64]\n", "vpdpwssd ", $t, ", ", $x, ", zmmword ptr [{others} + 64]\n",
+            row!(scale_at, $r, $a, $b, $s, $t, $p, $q, $x), row!(minima_at, $r, $a, $b, $s, $t, $p, $q, $x),
             "vpbroadcastd ", $a, ", dword ptr [{n} + 12 + 4 + ", $r, "*{row}]\n", "vmovdqa64 ", $b, ", ", $a, "\n", row!(first, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (minima_at, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            "vpbroadcastd ", $x, ", dword ptr [{n} + 8 + ", $r, "*{row}]\n", "vpdpwssd ", $s, ", ", $x, ", zmmword ptr [{words} + 64]\n",
+            "vpdpwssd ", $t, ", ", $x, ", zmmword ptr [{others} + 64]\n"
         )
     };
     (scale_at, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
@@ -476,13 +518,55 @@ macro_rules! row {
             "vpdpwssd ", $s, ", ", $a, ", zmmword ptr [{words}]\n", "vpdpwssd ", $t, ", ", $b, ", zmmword ptr [{others}]\n"
         )
     };
-    // The same with totals in memory, at `{totals}`.
-    (total_in_memory, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+    // Of tall tiles: the same with what of these times scales of blocks is summed up in memory, at `{around} + {sums}`.
+    (sum, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
-            "vbroadcastss ", $x, ", dword ptr [{unit} + ", $r, "*{row}]\n", "vcvtdq2ps ", $s, ", ", $s, "\n", "vcvtdq2ps ", $t, ", ", $t, "\n",
-            "vfmadd213ps ", $s, ", ", $x, ", zmmword ptr [{totals} + ", $r, "*128]\n",
-            "vfmadd213ps ", $t, ", ", $x, ", zmmword ptr [{totals} + ", $r, "*128 + 64]\n",
-            "vmovaps zmmword ptr [{totals} + ", $r, "*128], ", $s, "\n", "vmovaps zmmword ptr [{totals} + ", $r, "*128 + 64], ", $t, "\n"
+            "vbroadcastss ", $x, ", dword ptr [{n} - {unit} + ", $r, "*{row}]\n", "vcvtdq2ps ", $s, ", ", $s, "\n", "vcvtdq2ps ", $t, ", ", $t, "\n",
+            "vfmadd213ps ", $s, ", ", $x, ", zmmword ptr [{around} + {sums} + ", $r, "*128]\n",
+            "vfmadd213ps ", $t, ", ", $x, ", zmmword ptr [{around} + {sums} + ", $r, "*128 + 64]\n"
+        )
+    };
+    // What is due before the first line of a block, after the block before that.
+    (block_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(scale_at, $r, $a, $b, $s, $t, $p, $q, $x), row!(block_due, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (block_first_minima, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(scale_at, $r, $a, $b, $s, $t, $p, $q, $x), row!(minima_at, $r, $a, $b, $s, $t, $p, $q, $x),
+            row!(block_due, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (block_due, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(sum, $r, $a, $b, $s, $t, $p, $q, $x), "vmovaps zmmword ptr [{around} + {sums} + ", $r, "*128], ", $s, "\n",
+            "vmovaps zmmword ptr [{around} + {sums} + ", $r, "*128 + 64], ", $t, "\n", row!(block_begin, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (block_begin, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(clear, $r, $a, $b, $s, $t, $p, $q, $x), "vpbroadcastd ", $a, ", dword ptr [{x} + {begins} + ", $r, "*{row}]\n",
+            "vmovdqa64 ", $b, ", ", $a, "\n", row!(first, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    // The same where a unit ends, which is `{back}` bytes before the words.
+    (unit_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(scale_at, $r, $a, $b, $s, $t, $p, $q, $x), row!(unit_due, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (unit_first_minima, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(scale_at, $r, $a, $b, $s, $t, $p, $q, $x), row!(minima_at, $r, $a, $b, $s, $t, $p, $q, $x),
+            row!(unit_due, $r, $a, $b, $s, $t, $p, $q, $x)
+        )
+    };
+    (unit_due, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
+        concat!(
+            row!(sum, $r, $a, $b, $s, $t, $p, $q, $x), row!(unit, $r, $a, $b, $s, $t, $s, $t, $x),
+            "vmovaps zmmword ptr [{around} + {sums} + ", $r, "*128], ", $s, "\n", "vmovaps zmmword ptr [{around} + {sums} + ", $r, "*128 + 64], ", $t, "\n",
+            row!(block_begin, $r, $a, $b, $s, $t, $p, $q, $x)
         )
     };
 }
@@ -611,6 +695,8 @@ macro_rules! columns {
 macro_rules! of_type {
     (begin, $r:tt, folded) => { rows!($r, folded_begin) };
     (begin, $r:tt, $group:tt) => { rows!($r, begin) };
+    (start, $r:tt, $codes:ident, folded) => { columns!($r, $codes, folded, folded_begin_first) };
+    (start, $r:tt, $codes:ident, $group:tt) => { columns!($r, $codes, $group, begin_first) };
     (next, $r:tt, $codes:ident, folded) => { columns!($r, $codes, folded, folded_first) };
     (next, $r:tt, $codes:ident, $group:tt) => { columns!($r, $codes, $group, of_type_first) };
     (next_unit, $r:tt, $codes:ident, folded) => { columns!($r, $codes, folded, folded_unit_first) };
@@ -627,7 +713,7 @@ macro_rules! of_type {
     (step, folded) => { "add {unit}, {step}\nmov {step:e}, 4\n" };
     (step, $group:tt) => { "add {words}, 64\nadd {others}, 64\nadd {unit}, {step}\nmov {step:e}, 4\n" };
     // The same where a unit ends.
-    (step_unit, folded) => { of_type!(step, folded) };
+    (step_unit, folded) => { concat!("add {words}, 64\nadd {others}, 64\n", of_type!(step, folded)) };
     (step_unit, $group:tt) => { "add {words}, 128\nadd {others}, 128\nadd {unit}, {step}\nmov {step:e}, 4\n" };
 }
 
@@ -642,14 +728,34 @@ macro_rules! block_of_type {
     };
 }
 
-/// The same in a tall tile: what is due after a group is done with the first line of the next one, row by row, be that of the next block. All at once it
-/// would take the place of products, of which there are as many as all else together. What is due after the last group is left to do.
+/// What there is to do between blocks in a tall tile: to the end if that was the last one; lines and inputs go on; some of what comes later is asked for.
 #[rustfmt::skip]
-macro_rules! tall_block_of_type {
+macro_rules! next_block {
+    () => {
+        concat!(
+            "inc {block}\n", "cmp {block}, qword ptr [{around} + {end}]\n", "je 9f\n",
+            "xor {groups:e}, {groups:e}\n", "test qword ptr [{around} + {lines}], {block}\n", "cmovz {groups}, qword ptr [{around} + {skip}]\n",
+            "add {first}, {groups}\n", "add {second}, {groups}\n",
+            "mov {groups}, qword ptr [{around} + {asks}]\n", "test {groups}, {groups}\n", "jz 8f\n", "mov {step}, qword ptr [{around} + {ask}]\n",
+            "7:\n", "prefetcht0 byte ptr [{step}]\n", "add {step}, qword ptr [{around} + {ask_step}]\n", "dec {groups}\n", "jnz 7b\n",
+            "mov qword ptr [{around} + {ask}], {step}\n",
+            "8:\n", "add {x}, qword ptr [{around} + {next_x}]\n"
+        )
+    };
+}
+
+/// The same of all blocks, in a tall tile: what is due after a group is done with the first line of the next one, row by row, be that of the next block. All
+/// at once it would take the place of products, of which there are as many as all else together.
+#[rustfmt::skip]
+macro_rules! whole_of_type {
     ($r:tt, $codes:ident, $group:tt) => {
         concat!(
-            "test {begins:e}, {begins:e}\n", "jz 2f\n", of_type!(next_unit, $r, $codes, $group), of_type!(step_unit, $group), "dec {groups}\n",
-            "2:\n", of_type!(next, $r, $codes, $group), of_type!(step, $group), "dec {groups}\n", "jnz 2b\n"
+            of_type!(start, $r, $codes, $group), "mov {groups:e}, 3\n", "jmp 3f\n",
+            "2:\n", of_type!(next_unit, $r, $codes, $group), of_type!(step_unit, $group), "dec {groups}\n",
+            "3:\n", of_type!(next, $r, $codes, $group), of_type!(step, $group), "dec {groups}\n", "jnz 3b\n",
+            next_block!(), "lea {n}, [{x} + {sums}]\n", "mov {step}, qword ptr [{around} + {next_scale}]\n",
+            "mov {groups:e}, 4\n", "test {block:l}, 1\n", "jz 2b\n", "jmp 3b\n",
+            "9:\n", of_type!(end, $r, $group)
         )
     };
 }
@@ -657,32 +763,39 @@ macro_rules! tall_block_of_type {
 /// The same by words that were made.
 #[rustfmt::skip]
 macro_rules! block {
-    (tall $r:tt, $codes:ident, $group:tt, $minima:tt, $op:ident, $after:literal) => {
-        concat!(
-            products!($r, $codes, $group, begin_first), products!($r, $codes, $group, swap_first), "dec {pairs}\n", "2:\n",
-            products!($r, $codes, $group, $op), $after, products!($r, $codes, $group, swap_first), "dec {pairs}\n", "jnz 2b\n",
-            "vmovdqu64 zmm24, zmmword ptr [{words}]\n", "vmovdqu64 zmm25, zmmword ptr [{others}]\n", rows!($r, scale), minima!($r, $minima),
-            rows!($r, total_in_memory)
-        )
-    };
-    (tall $r:tt, $codes:ident, $group:tt, true) => {
-        block!(tall $r, $codes, $group, true, scale_first_minima, "add {words}, 128\nadd {others}, 128\nadd {n}, 12\n")
-    };
-    (tall $r:tt, $codes:ident, $group:tt, false) => {
-        block!(tall $r, $codes, $group, false, scale_first, "add {words}, 64\nadd {others}, 64\nadd {n}, 8\n")
-    };
-    (5, $codes:ident, $group:tt, $minima:tt) => {
-        block!(tall 5, $codes, $group, $minima)
-    };
-    (6, $codes:ident, $group:tt, $minima:tt) => {
-        block!(tall 6, $codes, $group, $minima)
-    };
     ($r:tt, $codes:ident, $group:tt, $minima:tt) => {
         concat!(
             "2:\n", rows!($r, begin), products!($r, $codes, $group, first), rows!($r, swap), products!($r, $codes, $group, first),
             "vmovdqu64 zmm24, zmmword ptr [{words}]\n", "vmovdqu64 zmm25, zmmword ptr [{others}]\n", rows!($r, scale), minima!($r, $minima),
             "dec {pairs}\n", "jnz 2b\n", rows!($r, total)
         )
+    };
+}
+
+/// The same of all blocks, in a tall tile.
+#[rustfmt::skip]
+macro_rules! whole {
+    ($r:tt, $codes:ident, $group:tt, $block:ident, $unit:ident, $scale:ident, $words:literal, $n:literal, $end:expr) => {
+        concat!(
+            products!($r, $codes, $group, begin_first), "mov {groups:e}, {pairs}\n", "jmp 5f\n",
+            "2:\n", products!($r, $codes, $group, $unit), "add {words}, 64\nadd {others}, 64\n", "jmp 4f\n",
+            "3:\n", products!($r, $codes, $group, $block),
+            "4:\n", "add {words}, ", $words, "\nadd {others}, ", $words, "\n", "lea {n}, [{x} + {next_n}]\n", "mov {groups:e}, {pairs}\n", "jmp 5f\n",
+            "6:\n", products!($r, $codes, $group, $scale),
+            "add {words}, ", $words, "\nadd {others}, ", $words, "\nadd {n}, ", $n, "\n",
+            "5:\n", products!($r, $codes, $group, swap_first), "dec {groups:e}\n", "jnz 6b\n",
+            next_block!(), "test {block:l}, 3\n", "jz 2b\n", "jmp 3b\n",
+            "9:\n", $end, rows!($r, sum)
+        )
+    };
+    ($r:tt, $codes:ident, $group:tt, true) => {
+        whole!(
+            $r, $codes, $group, block_first_minima, unit_first_minima, scale_first_minima, "128", "12",
+            concat!(rows!($r, scale_at), rows!($r, minima_at))
+        )
+    };
+    ($r:tt, $codes:ident, $group:tt, false) => {
+        whole!($r, $codes, $group, block_first, unit_first, scale_first, "64", "8", rows!($r, scale_at))
     };
 }
 
@@ -703,16 +816,6 @@ fn constants(kind: Kind) -> [__m512i; 2] {
     }
 }
 
-/// What sums of products are by words of the type if no products were added.
-#[target_feature(enable = "avx512f")]
-#[inline]
-fn nothing_due(kind: Kind) -> __m512i {
-    match (kind.words, kind.group) {
-        (Words::OfType, _) => constants(kind)[0],
-        _ => _mm512_setzero_si512(),
-    }
-}
-
 /// Defines a tile of so many rows, of words that the type has.
 macro_rules! tile_of_type {
     ($name:ident, $r:tt, $codes:ident, $group:tt, [$($total:tt: $i:tt),*]) => {
@@ -726,7 +829,7 @@ macro_rules! tile_of_type {
             let [zmm30, zmm31] = constants(KIND);
             // SAFETY: the instructions by the caller's promise; `block` reads what `tile_of` says is there.
             unsafe {
-                tile_of::<{ 2 * $r }, true, false>(t, KIND, |at, [_, parts, _]| {
+                tile_of::<{ 2 * $r }>(t, KIND, |at, parts| {
                     let [mut first, mut second] = at.lines;
                     let [mut words, mut others] = at.words;
                     let (mut x, mut unit) = (at.x, at.x.wrapping_add(BLOCK));
@@ -747,7 +850,7 @@ macro_rules! tile_of_type {
                         options(nostack, readonly),
                     );
                     let _ = (first, second, words, others, n, x, unit, groups);
-                }, |_, _, _| ());
+                });
             }
         }
     };
@@ -755,7 +858,7 @@ macro_rules! tile_of_type {
 
 /// Defines a tall one.
 macro_rules! tall_tile_of_type {
-    ($name:ident, $r:tt, $codes:ident, $group:tt, [$($sum:tt $total:tt: $i:tt),*]) => {
+    ($name:ident, $r:tt, $codes:ident, $group:tt, [$($total:tt: $i:tt),*]) => {
         /// A tile of that many rows.
         ///
         /// # Safety
@@ -763,37 +866,35 @@ macro_rules! tall_tile_of_type {
         #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
         unsafe fn $name(t: &mut Tile<'_>) {
             const KIND: Kind = kind!($codes, $group, Words::OfType);
+            type Memory = Around<{ 2 * $r }>;
             let [zmm30, zmm31] = constants(KIND);
-            // SAFETY: the instructions by the caller's promise; `block` and `end` read what `tile_of` says is there, and write the totals, of which there are
-            // as many as it says.
+            // SAFETY: the instructions by the caller's promise; the tile reads what `tall_of` says is there, and writes the totals, of which there are as
+            // many as it says.
             unsafe {
-                tile_of::<{ 2 * $r }, true, true>(t, KIND, |at, [due, parts, totals]| {
+                tall_of::<{ 2 * $r }>(t, KIND, |at, around, parts| {
                     let [mut first, mut second] = at.lines;
                     let [mut words, mut others] = at.words;
-                    let (mut x, mut unit, mut step) = (at.x, at.scale, at.step);
+                    let (mut x, mut unit, mut step, mut block) = (at.x, at.x.wrapping_add(BLOCK), 4usize, at.block);
                     // What inputs have begins with the sums: there are no words of theirs before them.
-                    let mut n = x.wrapping_add(BLOCK + BLOCK / 32 * 4 - 4);
-                    let mut groups = BLOCK / 32;
+                    const SUMS: usize = BLOCK + BLOCK / 32 * 4 - 4;
+                    let (mut n, mut groups) = (x.wrapping_add(SUMS), 0usize);
+                    let around: *mut Memory = around;
                     std::arch::asm!(
-                        tall_block_of_type!($r, $codes, $group),
+                        whole_of_type!($r, $codes, $group),
                         first = inout(reg) first, second = inout(reg) second, words = inout(reg) words, others = inout(reg) others,
                         n = inout(reg) n, x = inout(reg) x, unit = inout(reg) unit, step = inout(reg) step, groups = inout(reg) groups,
-                        begins = in(reg) u32::from(at.begins), totals = in(reg) totals.as_mut_ptr(),
-                        row = const KIND.inputs().block_bytes(), back = const KIND.chunk().2 * (SUPER / BLOCK),
-                        $(inout($sum) due[$i], inout($total) parts[$i],)*
+                        block = inout(reg) block, around = in(reg) around,
+                        row = const KIND.inputs().block_bytes(), back = const KIND.last_words(), sums = const SUMS,
+                        end = const offset_of!(Memory, end), lines = const offset_of!(Memory, unit), skip = const offset_of!(Memory, line_skip),
+                        asks = const offset_of!(Memory, asks), ask = const offset_of!(Memory, ask), ask_step = const offset_of!(Memory, ask_step),
+                        next_x = const offset_of!(Memory, next_x), next_scale = const offset_of!(Memory, next_scale),
+                                                $(inout($total) parts[$i],)*
+                        out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
+                        out("zmm7") _, out("zmm8") _, out("zmm9") _, out("zmm10") _, out("zmm11") _,
                         out("zmm24") _, out("zmm25") _, out("zmm26") _, out("zmm27") _, out("zmm28") _, out("zmm29") _, in("zmm30") zmm30, in("zmm31") zmm31,
                         options(nostack),
                     );
-                    let _ = (first, second, words, others, n, x, unit, step, groups);
-                }, |[words, others], unit, [due, parts]| {
-                    std::arch::asm!(
-                        "/* {words} {others} */",
-                        of_type!(end, $r, $group),
-                        words = in(reg) words, others = in(reg) others, unit = in(reg) unit, row = const KIND.inputs().block_bytes(),
-                        $(inout($sum) due[$i], inout($total) parts[$i],)*
-                        out("zmm24") _, out("zmm25") _, out("zmm28") _, out("zmm29") _, in("zmm30") zmm30, in("zmm31") zmm31,
-                        options(nostack, readonly),
-                    );
+                    let _ = (first, second, words, others, n, x, unit, step, groups, block);
                 });
             }
         }
@@ -810,12 +911,11 @@ macro_rules! tiles_of_type {
                 "zmm16": 0, "zmm17": 1, "zmm18": 2, "zmm19": 3, "zmm20": 4, "zmm21": 5, "zmm22": 6, "zmm23": 7
             ]);
             tall_tile_of_type!(five, 5, $codes, $group, [
-                "zmm0" "zmm12": 0, "zmm1" "zmm13": 1, "zmm2" "zmm14": 2, "zmm3" "zmm15": 3, "zmm4" "zmm16": 4, "zmm5" "zmm17": 5,
-                "zmm6" "zmm18": 6, "zmm7" "zmm19": 7, "zmm8" "zmm20": 8, "zmm9" "zmm21": 9
+                "zmm12": 0, "zmm13": 1, "zmm14": 2, "zmm15": 3, "zmm16": 4, "zmm17": 5, "zmm18": 6, "zmm19": 7, "zmm20": 8, "zmm21": 9
             ]);
             tall_tile_of_type!(six, 6, $codes, $group, [
-                "zmm0" "zmm12": 0, "zmm1" "zmm13": 1, "zmm2" "zmm14": 2, "zmm3" "zmm15": 3, "zmm4" "zmm16": 4, "zmm5" "zmm17": 5,
-                "zmm6" "zmm18": 6, "zmm7" "zmm19": 7, "zmm8" "zmm20": 8, "zmm9" "zmm21": 9, "zmm10" "zmm22": 10, "zmm11" "zmm23": 11
+                "zmm12": 0, "zmm13": 1, "zmm14": 2, "zmm15": 3, "zmm16": 4, "zmm17": 5, "zmm18": 6, "zmm19": 7, "zmm20": 8, "zmm21": 9,
+                "zmm22": 10, "zmm23": 11
             ]);
 
             /// Runs that of `r` rows.
@@ -840,7 +940,7 @@ macro_rules! tiles_of_type {
 
 /// Defines a tile of so many rows.
 macro_rules! tile {
-    ($name:ident, $r:tt, $codes:ident, $group:tt, $minima:tt, [$($total:tt: $i:tt),*] $($other:tt)*) => {
+    ($name:ident, $r:tt, $codes:ident, $group:tt, $minima:tt, [$($total:tt: $i:tt),*]) => {
         /// A tile of that many rows.
         ///
         /// # Safety
@@ -851,29 +951,73 @@ macro_rules! tile {
             let [zmm30, zmm31] = constants(KIND);
             // SAFETY: the instructions by the caller's promise; `block` reads what `tile_of` says is there, and writes `totals`.
             unsafe {
-                tile_of::<{ 2 * $r }, false, false>(t, KIND, |at, [_, totals, _]| {
+                tile_of::<{ 2 * $r }>(t, KIND, |at, totals| {
                     let [mut first, mut second] = at.lines;
                     let [mut words, mut others] = at.words;
                     let mut n = at.x.wrapping_add(BLOCK + 4);
                     let (mut x, unit) = (at.x, at.x.wrapping_add(BLOCK));
                     let mut pairs = BLOCK / (2 * KIND.group);
                     std::arch::asm!(
-                        // Not all tiles have it.
-                        "/* {totals} */",
                         rows!($r, clear),
                         block!($r, $codes, $group, $minima),
                         first = inout(reg) first, second = inout(reg) second, words = inout(reg) words, others = inout(reg) others,
                         n = inout(reg) n, x = inout(reg) x, unit = in(reg) unit, pairs = inout(reg) pairs, row = const KIND.inputs().block_bytes(),
-                        totals = in(reg) totals.as_mut_ptr(),
                         $(inout($total) totals[$i],)*
                         out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
                         out("zmm7") _, out("zmm8") _, out("zmm9") _, out("zmm10") _, out("zmm11") _, out("zmm12") _,
-                        out("zmm13") _, out("zmm14") _, out("zmm15") _, $(out($other) _,)* out("zmm24") _, out("zmm25") _, out("zmm26") _,
+                        out("zmm13") _, out("zmm14") _, out("zmm15") _, out("zmm24") _, out("zmm25") _, out("zmm26") _,
                         out("zmm27") _, out("zmm28") _, out("zmm29") _, in("zmm30") zmm30, in("zmm31") zmm31,
                         options(nostack),
                     );
                     let _ = (first, second, words, others, n, x, pairs);
-                }, |_, _, _| ());
+                });
+            }
+        }
+    };
+}
+
+/// Defines a tall one.
+macro_rules! tall_tile {
+    ($name:ident, $r:tt, $codes:ident, $group:tt, $minima:tt, [$($total:tt: $i:tt),*]) => {
+        /// A tile of that many rows.
+        ///
+        /// # Safety
+        /// The CPU has the instructions.
+        #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+        unsafe fn $name(t: &mut Tile<'_>) {
+            const KIND: Kind = kind!($codes, $group, Words::Made { minima: $minima });
+            type Memory = Around<{ 2 * $r }>;
+            let [zmm30, zmm31] = constants(KIND);
+            // SAFETY: the instructions by the caller's promise; the tile reads what `tall_of` says is there, and writes the totals and sums, of which there
+            // are as many as it says.
+            unsafe {
+                tall_of::<{ 2 * $r }>(t, KIND, |at, around, parts| {
+                    let [mut first, mut second] = at.lines;
+                    let [mut words, mut others] = at.words;
+                    let (mut x, mut block) = (at.x, at.block);
+                    // The scale of the inputs, and what they have for two groups of each pair.
+                    const FIRST: usize = BLOCK + 4;
+                    const PAIRS: usize = BLOCK / (2 * KIND.group);
+                    let (mut n, mut groups, mut step) = (x.wrapping_add(FIRST), 0usize, 0usize);
+                    let around: *mut Memory = around;
+                    std::arch::asm!(
+                        whole!($r, $codes, $group, $minima),
+                        first = inout(reg) first, second = inout(reg) second, words = inout(reg) words, others = inout(reg) others,
+                        n = inout(reg) n, x = inout(reg) x, groups = inout(reg) groups, step = inout(reg) step, block = inout(reg) block,
+                        around = in(reg) around, pairs = const PAIRS, begins = const FIRST + 4, next_n = const FIRST - KIND.group,
+                        unit = const 4 + (PAIRS - 1) * if $minima { 12 } else { 8 },
+                        row = const KIND.inputs().block_bytes(), back = const KIND.last_words(), sums = const offset_of!(Memory, sums),
+                        end = const offset_of!(Memory, end), lines = const offset_of!(Memory, unit), skip = const offset_of!(Memory, line_skip),
+                        asks = const offset_of!(Memory, asks), ask = const offset_of!(Memory, ask), ask_step = const offset_of!(Memory, ask_step),
+                        next_x = const offset_of!(Memory, next_x),
+                        $(inout($total) parts[$i],)*
+                        out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
+                        out("zmm7") _, out("zmm8") _, out("zmm9") _, out("zmm10") _, out("zmm11") _,
+                        out("zmm24") _, out("zmm25") _, out("zmm26") _, out("zmm27") _, out("zmm28") _, out("zmm29") _, in("zmm30") zmm30, in("zmm31") zmm31,
+                        options(nostack),
+                    );
+                    let _ = (first, second, words, others, n, x, groups, step, block);
+                });
             }
         }
     };
@@ -890,10 +1034,13 @@ macro_rules! tiles {
             tile!(four, 4, $codes, $group, $minima, [
                 "zmm16": 0, "zmm17": 1, "zmm18": 2, "zmm19": 3, "zmm20": 4, "zmm21": 5, "zmm22": 6, "zmm23": 7
             ]);
-            tile!(five, 5, $codes, $group, $minima, []
-                "zmm16" "zmm17" "zmm18" "zmm19" "zmm20" "zmm21" "zmm22" "zmm23");
-            tile!(six, 6, $codes, $group, $minima, []
-                "zmm16" "zmm17" "zmm18" "zmm19" "zmm20" "zmm21" "zmm22" "zmm23");
+            tall_tile!(five, 5, $codes, $group, $minima, [
+                "zmm12": 0, "zmm13": 1, "zmm14": 2, "zmm15": 3, "zmm16": 4, "zmm17": 5, "zmm18": 6, "zmm19": 7, "zmm20": 8, "zmm21": 9
+            ]);
+            tall_tile!(six, 6, $codes, $group, $minima, [
+                "zmm12": 0, "zmm13": 1, "zmm14": 2, "zmm15": 3, "zmm16": 4, "zmm17": 5, "zmm18": 6, "zmm19": 7, "zmm20": 8, "zmm21": 9,
+                "zmm22": 10, "zmm23": 11
+            ]);
 
             /// Runs that of `r` rows.
             ///
@@ -948,48 +1095,31 @@ pub(crate) unsafe fn run(kind: Kind, r: usize, mut t: Tile<'_>) {
     unsafe { run(r, &mut t) }
 }
 
-/// Goes over the blocks of a tile; `N` is rows times panels, and `block` adds the products of a block to that many sums, the second of what it is given.
-/// `KEPT`: there are registers for totals, which else are added to the output with each unit. `LATE`: what is due after the last group of a block, `block`
-/// does with the next one, and `end` after the last; meanwhile its sums of products are the first of what they are given. Then it also adds the sums to the
-/// totals, the third, times a unit, with the block after that.
+/// Goes over the blocks of a tile; `N` is rows times panels, and `block` adds the products of a block to that many sums.
 ///
 /// # Safety
-/// The CPU has AVX-512 F. `block` reads the lines of a block of each panel, the words of its groups, or from those of the last group before on, with their
-/// unit if that ends, and the blocks of all rows, with the scales of the last group before. So does `end`, of the last group.
+/// The CPU has AVX-512 F. `block` reads the lines of a block of each panel, the words of its groups, and the blocks of all rows.
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 #[inline]
-unsafe fn tile_of<const N: usize, const KEPT: bool, const LATE: bool>(
-    t: &mut Tile<'_>,
-    kind: Kind,
-    block: impl Fn(Block, [&mut [__m512; N]; 3]),
-    end: impl Fn([*const u8; P], *const u8, [&mut [__m512; N]; 2]),
-) {
+unsafe fn tile_of<const N: usize>(t: &mut Tile<'_>, kind: Kind, block: impl Fn(Block, &mut [__m512; N])) {
     let rows = N / P;
     let (row_bytes, block_bytes) = (kind.inputs().block_bytes(), kind.line_bytes());
     let (chunk_blocks, chunk_bytes, words_bytes) = kind.chunk();
     assert!(t.first_block.is_multiple_of(chunk_blocks));
     t.check_words(rows, block_bytes, t.blocks.div_ceil(chunk_blocks) * chunk_bytes, row_bytes);
     let out = t.out.as_mut_ptr();
-    // Which outputs of a panel there are.
-    let masks: [u16; P] = std::array::from_fn(|p| match t.width.saturating_sub(p * PANEL) {
-        PANEL.. => !0,
-        n => (1 << n) - 1,
-    });
+    let masks = t.masks();
     for tile in 0..t.row_tiles {
         let first = tile * rows;
         let mut parts = [_mm512_setzero_ps(); N];
         let mut totals = parts;
-        // Such that nothing is due before the first group.
-        let mut due = [_mm512_castsi512_ps(nothing_due(kind)); N];
         let mut line = t.weights.as_ptr();
         let mut x = t.inputs.as_ptr().wrapping_add(first * row_bytes);
         let mut words = t.panel.as_ptr();
         let mut units = words;
-        // Before the first group as well there are a line and the scale of a group to read.
-        let (mut before, mut scale, mut step) = (words, x.wrapping_add(BLOCK), 0);
         let of_both = |at: *const u8, stride: usize| [at, at.wrapping_add(stride)];
         let out_at = |r: usize, p: usize| out.wrapping_add((first + r) * t.out_stride + p * PANEL);
-        if KEPT && t.first_block > 0 {
+        if t.first_block > 0 {
             for (r, totals) in totals.as_chunks_mut::<P>().0.iter_mut().enumerate() {
                 for (p, total) in totals.iter_mut().enumerate() {
                     // SAFETY: `check_words` saw that `width` outputs of all rows fit; lanes beyond are masked off and not touched.
@@ -999,48 +1129,22 @@ unsafe fn tile_of<const N: usize, const KEPT: bool, const LATE: bool>(
         }
         for i in 0..t.blocks {
             t.later.ask();
-            let begins = i & (chunk_blocks - 1) == 0;
-            if begins {
+            if i & (chunk_blocks - 1) == 0 {
                 units = words;
                 words = words.wrapping_add(LINE);
             }
-            let at = Block {
-                lines: of_both(line, t.weight_stride),
-                words: of_both(if LATE { before } else { words }, t.panel_stride),
-                x,
-                scale,
-                step,
-                begins: begins && i > 0,
-            };
-            block(at, [&mut due, &mut parts, &mut totals]);
+            block(
+                Block { lines: of_both(line, t.weight_stride), words: of_both(words, t.panel_stride), x },
+                &mut parts,
+            );
             words = words.wrapping_add(words_bytes);
-            let last = i + 1 == t.blocks;
-            if LATE {
-                before = words.wrapping_sub(LINE);
-                scale = x.wrapping_add(BLOCK + (BLOCK / 32 - 1) * 4);
-                step = t.input_stride.wrapping_sub((BLOCK / 32 - 1) * 4);
-                if last {
-                    end(of_both(before, t.panel_stride), scale, [&mut due, &mut parts]);
-                }
-            }
-            if last || !LATE && (i + 1) & (chunk_blocks - 1) == 0 {
+            if i + 1 == t.blocks || (i + 1) & (chunk_blocks - 1) == 0 {
                 // SAFETY: the units of both panels, which are a line before the words of a chunk.
                 let units = of_both(units, t.panel_stride).map(|at| unsafe { _mm512_loadu_ps(at.cast()) });
-                let begun = if t.first_block + i >= chunk_blocks { masks } else { [0; P] };
-                let rows = totals.as_chunks_mut::<P>().0.iter_mut().zip(parts.as_chunks_mut::<P>().0);
-                for (r, (totals, parts)) in rows.enumerate() {
+                for (totals, parts) in totals.as_chunks_mut::<P>().0.iter_mut().zip(parts.as_chunks_mut::<P>().0) {
                     for p in 0..P {
                         let part = std::mem::replace(&mut parts[p], _mm512_setzero_ps());
-                        if KEPT {
-                            totals[p] = _mm512_fmadd_ps(part, units[p], totals[p]);
-                            continue;
-                        }
-                        let out = out_at(r, p);
-                        // SAFETY: as above.
-                        unsafe {
-                            let before = _mm512_maskz_loadu_ps(begun[p], out);
-                            _mm512_mask_storeu_ps(out, masks[p], _mm512_fmadd_ps(part, units[p], before));
-                        }
+                        totals[p] = _mm512_fmadd_ps(part, units[p], totals[p]);
                     }
                 }
             }
@@ -1051,18 +1155,106 @@ unsafe fn tile_of<const N: usize, const KEPT: bool, const LATE: bool>(
             }
             x = x.wrapping_add(t.input_stride);
         }
-        if KEPT {
-            for (r, totals) in totals.as_chunks::<P>().0.iter().enumerate() {
-                for (p, total) in totals.iter().enumerate() {
-                    // SAFETY: as above.
-                    unsafe { _mm512_mask_storeu_ps(out_at(r, p), masks[p], *total) };
+        for (r, totals) in totals.as_chunks::<P>().0.iter().enumerate() {
+            for (p, total) in totals.iter().enumerate() {
+                // SAFETY: as above.
+                unsafe { _mm512_mask_storeu_ps(out_at(r, p), masks[p], *total) };
+            }
+        }
+    }
+}
+
+/// The same of a tall tile: `whole` goes over the blocks, and leaves the sums of the last unit.
+///
+/// # Safety
+/// The CPU has AVX-512 F. `whole` reads the lines of all blocks of each panel, their words and units, and the blocks of all rows; it writes the totals.
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+#[inline]
+unsafe fn tall_of<const N: usize>(
+    t: &mut Tile<'_>,
+    kind: Kind,
+    whole: impl Fn(Whole, &mut Around<N>, &mut [__m512; N]),
+) {
+    let rows = N / P;
+    let (row_bytes, block_bytes) = (kind.inputs().block_bytes(), kind.line_bytes());
+    let (chunk_blocks, chunk_bytes, words_bytes) = kind.chunk();
+    assert!(t.first_block.is_multiple_of(chunk_blocks));
+    let chunks = t.blocks.div_ceil(chunk_blocks);
+    t.check_words(rows, block_bytes, chunks * chunk_bytes, row_bytes);
+    let masks = t.masks();
+    let of_both = |at: *const u8, stride: usize| [at, at.wrapping_add(stride)];
+    let (last_scale, asks) = ((BLOCK / 32 - 1) * 4, t.later.each());
+    // SAFETY: the last units of both panels.
+    let units = of_both(t.panel[(chunks - 1) * chunk_bytes..].as_ptr(), t.panel_stride)
+        .map(|at| unsafe { _mm512_loadu_ps(at.cast()) });
+    let mut around = Around {
+        totals: [_mm512_setzero_ps(); N],
+        sums: [_mm512_setzero_ps(); N],
+        end: t.first_block + t.blocks,
+        unit: t.unit - 1,
+        line_skip: t.line_skip,
+        next_x: t.input_stride.wrapping_sub(BLOCK),
+        next_scale: t.input_stride.wrapping_sub(last_scale),
+        ask: std::ptr::null(),
+        ask_step: 0,
+        asks: 0,
+    };
+    for tile in 0..t.row_tiles {
+        let first = tile * rows;
+        let out = t.out.as_mut_ptr().wrapping_add(first * t.out_stride);
+        let out_at = |r: usize, p: usize| out.wrapping_add(r * t.out_stride + p * PANEL);
+        if t.first_block > 0 {
+            for (r, totals) in around.totals.as_chunks_mut::<P>().0.iter_mut().enumerate() {
+                for (p, total) in totals.iter_mut().enumerate() {
+                    // SAFETY: `check_words` saw that `width` outputs of all rows fit; lanes beyond are masked off and not touched.
+                    *total = unsafe { _mm512_maskz_loadu_ps(masks[p], out_at(r, p)) };
                 }
+            }
+        } else {
+            around.totals = [_mm512_setzero_ps(); N];
+        }
+        // What comes later is asked for with each block, from the second one on.
+        let mut left = asks * t.blocks;
+        around.asks = 0;
+        while let Some((at, lines, step)) = t.later.take(left) {
+            left -= lines;
+            let now = if around.asks > 0 { lines } else { lines.min(asks) };
+            (0..now).for_each(|line| prefetch_now(at.wrapping_add(line * step)));
+            if lines > now {
+                (around.ask, around.ask_step, around.asks) = (at.wrapping_add(now * step), step, asks);
+            }
+        }
+        if matches!(kind.words, Words::Made { .. }) {
+            around.sums = [_mm512_setzero_ps(); N];
+        }
+        let mut parts = [_mm512_setzero_ps(); N];
+        let at = Whole {
+            lines: of_both(t.weights.as_ptr(), t.weight_stride),
+            words: of_both(t.panel.as_ptr().wrapping_add(if words_bytes > 0 { LINE } else { 0 }), t.panel_stride),
+            x: t.inputs.as_ptr().wrapping_add(first * row_bytes),
+            block: t.first_block,
+        };
+        whole(at, &mut around, &mut parts);
+        for (r, (totals, parts)) in around.totals.as_chunks::<P>().0.iter().zip(parts.as_chunks::<P>().0).enumerate() {
+            for p in 0..P {
+                // SAFETY: as above.
+                unsafe {
+                    _mm512_mask_storeu_ps(out_at(r, p), masks[p], _mm512_fmadd_ps(parts[p], units[p], totals[p]))
+                };
             }
         }
     }
 }
 
 impl Tile<'_> {
+    /// Which outputs of each panel there are.
+    fn masks(&self) -> [u16; P] {
+        std::array::from_fn(|p| match self.width.saturating_sub(p * PANEL) {
+            PANEL.. => !0,
+            n => (1 << n) - 1,
+        })
+    }
+
     /// Checks that everything is there that tiles of `rows` rows read and write, if a block of lines has `block_bytes`, a block of inputs `input_bytes`, and
     /// words are `words` bytes for each panel.
     fn check_words(&self, rows: usize, block_bytes: usize, words: usize, input_bytes: usize) {
