@@ -280,7 +280,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const STREAMS_ON_TILES: bool = I::TILES && <Self as Path<I>>::ON_TILES;
     const STREAMS_ANY_ROWS: bool = true;
     const TILE_PANELS: usize = MOST_PANELS;
-    const IN_WORDS: bool = I::LARGE && I::VNNI && !I::TILES && L::SPAN > 4 && WG == XG && !S::ZEROS;
+    const IN_WORDS: bool = I::LARGE && I::VNNI && !I::TILES && L::SPAN > 4 && WG == XG && S::ZEROS == S::SHIFTS;
     const LIGHT: bool = L::OPERANDS == 1;
     const GROUPED: bool = S::RECORD > 0;
     // Few rows have the same bits without a tile unit, so that code which has one leaves them out.
@@ -547,9 +547,9 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Widened<Numbers<L, SCALED>
 pub struct InWords<K>(PhantomData<K>);
 
 impl<S: Scale, L: Codes, const XG: usize, const WG: usize> InWords<Ints<L, S, XG, WG>> {
-    /// Whether lines are nibbles that are split beside products: of those without minima there are no such tiles.
+    /// Whether lines are nibbles that are split beside products.
     fn packed<I: Isa>(isa: I) -> bool {
-        L::NIBBLES && S::MINIMA && !taller(isa)
+        L::NIBBLES && !S::SHIFTS && !taller(isa)
     }
 }
 
@@ -593,7 +593,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
                 isa.run(job);
             }};
         }
-        if const { L::NIBBLES && S::MINIMA } && Self::packed(isa) { prepare!(false) } else { prepare!(true) }
+        if const { L::NIBBLES && !S::SHIFTS } && Self::packed(isa) { prepare!(false) } else { prepare!(true) }
     }
 
     fn stream(_: I, _: usize, _: Tile<'_>) {
@@ -660,12 +660,14 @@ impl Job for Product<'_> {
             }
             Format::Int4(Group::Row) => self.on::<_, Ints<Nibbles, NoScale, BLOCK, 0>>(int8, Layout::new),
             Format::Int4(g) if blocks(g) => self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, BLOCK>>(int8, Layout::new),
-            Format::Int4(_) => self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, CHUNK>>(int8, Layout::new),
+            Format::Int4(_) => self.on_or_in_words::<_, Ints<Nibbles, F16Scale<0>, CHUNK, CHUNK>>(int8, Layout::new),
             Format::Int4Asym(Group::Row) => self.on::<_, Ints<Nibbles, F16Scale<1>, BLOCK, BLOCK>>(int8, Layout::new),
             Format::Int4Asym(g) if blocks(g) => {
                 self.on::<_, Ints<Nibbles, F16Scale<1>, CHUNK, BLOCK>>(int8, Layout::new)
             }
-            Format::Int4Asym(_) => self.on::<_, Ints<Nibbles, F16Scale<1>, CHUNK, CHUNK>>(int8, Layout::new),
+            Format::Int4Asym(_) => {
+                self.on_or_in_words::<_, Ints<Nibbles, F16Scale<1>, CHUNK, CHUNK>>(int8, Layout::new)
+            }
             Format::Mxfp4 => self.on::<_, Ints<E2m1, E8m0Scale, CHUNK, CHUNK>>(lookups, Layout::new),
             Format::Nvfp4 => {
                 self.on_or_in_words::<_, Ints<E2m1, E4m3Scale, { mx::NV_COLS }, { mx::NV_COLS }>>(lookups, Layout::new)

@@ -47,18 +47,32 @@ const fn lines_of(minima: bool) -> usize {
     if minima { 2 } else { 1 }
 }
 
-/// The largest word: sums of a block are dwords, of products with words that are 2^15 at most, and of minima with the sums of codes.
-const fn most(group: usize) -> i32 {
-    if group == 16 { 7700 } else { 14000 }
+/// The largest word: sums of a block are dwords, of products with words that are 2^15 at most, and of minima with the sums of codes. Of powers of two it is one,
+/// with which all of the next 13 are exact.
+const fn most<S: Scale>(group: usize) -> i32 {
+    match group {
+        _ if S::POWERS => 1 << 13,
+        16 => 7700,
+        _ => 14000,
+    }
 }
 
-/// Unpacks the lines of a block, whose scales are for words.
+/// Unpacks the lines of a block, whose scales are for words. `scales` is where those of the block begin, if zero points of groups [shift](Scale::SHIFTS) codes.
 #[inline(always)]
-fn unpack<I: Isa, L: Codes, const G: usize>(isa: I, layout: &Layout, panel: &[u8], block: usize, to: &mut [u8]) {
-    let step = layout.step();
-    let from = &panel[spread(layout.lines_at(block), step)..];
-    let scales = &mut Scales { panel, step, record: 0, left: 0, group: 0, above: 0, small: 0, zero: 0 };
-    Unpack::<L, NoScale, G, false> { from, scales, to, kind: PhantomData }.go(isa);
+fn unpack<I: Isa, L: Codes, S: Scale, const G: usize>(
+    isa: I,
+    layout: &Layout,
+    mut scales: Scales<'_>,
+    block: usize,
+    to: &mut [u8],
+) {
+    let from = &scales.panel[spread(layout.lines_at(block), scales.step)..];
+    let scales = &mut scales;
+    if S::SHIFTS {
+        Unpack::<L, S, G, false> { from, scales, to, kind: PhantomData }.go(isa);
+    } else {
+        Unpack::<L, NoScale, G, false> { from, scales, to, kind: PhantomData }.go(isa);
+    }
 }
 
 /// Prepares some blocks of a panel for [`run`]: unpacks their lines, if they are not nibbles that stay, and makes words of their scales.
@@ -98,7 +112,7 @@ impl<L: Codes, S: Scale, const G: usize, const WG: usize, const UNPACK: bool> Jo
         };
         let lines = lines_of(S::MINIMA);
         let zero = isa.splat_f32(self.zero as f32);
-        let most = isa.splat_f32(const { most(G) } as f32);
+        let most = isa.splat_f32(const { most::<S>(G) } as f32);
         let outputs = if S::OUTPUTS {
             // SAFETY: the bytes of a line.
             isa.as_f32(unsafe { isa.load(panel[spread(layout.outputs_at, step)..][..LINE].as_ptr()) })
@@ -116,7 +130,7 @@ impl<L: Codes, S: Scale, const G: usize, const WG: usize, const UNPACK: bool> Jo
                 cursor.above = layout.supers_at + block * BLOCK / SUPER * layout.super_record;
                 if UNPACK {
                     let to = &mut self.lines[(block - start) * line_bytes..][..line_bytes];
-                    unpack::<I, L, G>(isa, layout, panel, block, to);
+                    unpack::<I, L, S, G>(isa, layout, cursor, block, to);
                 }
                 for (g, to) in scales.chunks_exact_mut(lines * LINE).enumerate() {
                     let [scale, add] = of_group::<I, S, G, WG>(isa, &mut cursor, g);
@@ -219,6 +233,7 @@ impl<L: Codes, S: Scale, const G: usize, const UNPACK: bool> Job for PrepareSupe
         let chunks = self.words.chunks_exact_mut(const { supers_bytes(S::FOLDS) });
         assert!(start.is_multiple_of(2) && chunks.len() >= self.blocks.len().div_ceil(2));
         let line_bytes = PANEL * BLOCK;
+        let scales = Scales { panel, step, record: 0, left: 0, group: 0, above: 0, small: 0, zero: 0 };
         let mut record = layout.first_record(start);
         for (first, words) in self.blocks.clone().step_by(2).zip(chunks) {
             let above = bytes(layout.supers_at + first / 2 * layout.super_record, S::SUPER);
@@ -232,7 +247,7 @@ impl<L: Codes, S: Scale, const G: usize, const UNPACK: bool> Job for PrepareSupe
             for block in first..self.blocks.end.min(first + SUPER / BLOCK) {
                 if UNPACK {
                     let to = &mut self.lines[(block - start) * line_bytes..][..line_bytes];
-                    unpack::<I, L, G>(isa, layout, panel, block, &mut *to);
+                    unpack::<I, L, S, G>(isa, layout, scales, block, &mut *to);
                     for lines in to.chunks_exact_mut(G * PANEL).take(if S::FOLDS { BLOCK / G } else { 0 }) {
                         let scales = panel[spread(record, step)..].first_chunk().expect("packed otherwise");
                         fold(isa, scales, lines);
@@ -1064,6 +1079,7 @@ macro_rules! tiles {
     };
 }
 
+tiles!(nibbles32, nibbles, 32, false);
 tiles!(nibbles32_minima, nibbles, 32, true);
 tiles!(bytes32, bytes, 32, false);
 tiles!(bytes32_minima, bytes, 32, true);
@@ -1084,6 +1100,7 @@ pub(crate) unsafe fn run(kind: Kind, r: usize, mut t: Tile<'_>) {
         (false, 32, Words::OfType) => bytes32_of_type::run,
         (false, 16, Words::OfType) => bytes16_of_type::run,
         (false, 16, Words::Folded) => bytes_folded::run,
+        (true, 32, Words::Made { minima: false }) => nibbles32::run,
         (true, 32, Words::Made { minima: true }) => nibbles32_minima::run,
         (false, 32, Words::Made { minima: false }) => bytes32::run,
         (false, 32, Words::Made { minima: true }) => bytes32_minima::run,

@@ -120,8 +120,10 @@ impl Kernel for Llamafile {
             Format::Iq3S => Some((32, IQ3_S_ZERO, false)),
             _ => None,
         };
-        let inputs = match many {
-            Some((group, zero, minima)) if !in_place => self.avx.inputs_of_many(few, group, zero, minima),
+        let inputs = match (many, format) {
+            (Some((group, zero, minima)), _) if !in_place => self.avx.inputs_of_many(few, group, zero, minima),
+            (_, Format::Q4_0) => self.avx.inputs_of_many_simple(few, 8),
+            (_, Format::Mxfp4Ggml) => self.avx.inputs_of_many_simple(few, E2M1_ZERO),
             _ => few,
         };
         Ok((inputs, how))
@@ -195,12 +197,12 @@ impl Job for OfBlocks<'_> {
         }
         match p.outputs.of.format() {
             Format::Q8_0 => p.on::<_, Ints<Bytes<0>, Half<false>, 32, 32>>(isa, packed_layout),
-            Format::Q4_0 => p.on::<_, Ints<Nibbles, Half<false>, 32, 32>>(isa, packed_layout),
+            Format::Q4_0 => p.on_or_in_words::<_, Ints<Nibbles, Half<false>, 32, 32>>(isa, packed_layout),
             Format::Q4_1 => p.on_or_in_words::<_, Ints<Nibbles, Half<true>, 32, 32>>(isa, packed_layout),
             Format::Q5_0 => p.on_or_in_words::<_, Ints<FiveBits, Half<false>, 32, 32>>(isa, packed_layout),
             Format::Q5_1 => p.on_or_in_words::<_, Ints<FiveBits, Half<true>, 32, 32>>(isa, packed_layout),
             Format::Iq4Nl => p.on::<_, Ints<Iq4, Half<false>, 32, 32>>(isa, packed_layout),
-            Format::Mxfp4Ggml => p.on::<_, Ints<E2m1, HalfPower, 32, 32>>(isa, packed_layout),
+            Format::Mxfp4Ggml => p.on_or_in_words::<_, Ints<E2m1, HalfPower, 32, 32>>(isa, packed_layout),
             // Sums of larger codes are rounded less.
             Format::Q2K if matches!(p.inputs.layout(), InputLayout::Int8Words { .. }) => {
                 p.in_words::<_, Ints<Eights, OfEights, 16, 16>>(isa, packed_layout)

@@ -231,7 +231,7 @@ fn products_with_scales_as_words_are_near_and_the_same_in_any_batch() {
             }
         }
     }
-    assert_eq!(types, if kernels().iter().any(|k| k.tier() == Tier::Avx512Vnni) { 7 } else { 0 });
+    assert_eq!(types, if kernels().iter().any(|k| k.tier() == Tier::Avx512Vnni) { 9 } else { 0 });
 }
 
 #[test]
