@@ -217,7 +217,7 @@ impl Layout {
 
     /// Where the scales of group `i` begin in a panel.
     pub fn record_at(&self, i: usize) -> usize {
-        let units = self.group.map_or(0, |group| i * group / (self.unit * BLOCK));
+        let units = self.group.map_or(0, |group| self.units(i * group / BLOCK));
         self.groups_at + i * self.record + units * self.record_skip()
     }
 

@@ -322,6 +322,20 @@ impl Kind {
         }
     }
 
+    /// Bytes from a block of the inputs to what it has for its first groups. What it has for [`Words::OfType`] begins with the sums, which in
+    /// [`Words::Made`] are the second: there, a number before.
+    const fn first_n(self) -> usize {
+        match self.words {
+            Words::Made { .. } => BLOCK + 4,
+            Words::OfType | Words::Folded => BLOCK + BLOCK / 32 * 4 - 4,
+        }
+    }
+
+    /// Bytes of what the inputs have for two groups by words that were made.
+    const fn pair_bytes(self) -> usize {
+        InputLayout::pair_bytes(matches!(self.words, Words::Made { minima: true }))
+    }
+
     /// Bytes from the unit of a chunk to the words of its last groups, if there are any.
     const fn last_words(self) -> usize {
         let last = match self.words {
@@ -371,7 +385,7 @@ struct Around<const N: usize> {
     /// How many blocks there are, with those that come before.
     end: usize,
     /// Of a number of blocks, the bits that are 0 where lines go on elsewhere; and how many bytes from there.
-    unit: usize,
+    unit_blocks: usize,
     line_skip: usize,
     /// From the end of a block of the inputs to the next one, and from the scale of a block's last group to that of the next one's first.
     next_x: usize,
@@ -536,7 +550,7 @@ macro_rules! row {
     // Of tall tiles: the same with what of these times scales of blocks is summed up in memory, at `{around} + {sums}`.
     (sum, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
-            "vbroadcastss ", $x, ", dword ptr [{n} - {unit} + ", $r, "*{row}]\n", "vcvtdq2ps ", $s, ", ", $s, "\n", "vcvtdq2ps ", $t, ", ", $t, "\n",
+            "vbroadcastss ", $x, ", dword ptr [{n} - {last_scale} + ", $r, "*{row}]\n", "vcvtdq2ps ", $s, ", ", $s, "\n", "vcvtdq2ps ", $t, ", ", $t, "\n",
             "vfmadd213ps ", $s, ", ", $x, ", zmmword ptr [{around} + {sums} + ", $r, "*128]\n",
             "vfmadd213ps ", $t, ", ", $x, ", zmmword ptr [{around} + {sums} + ", $r, "*128 + 64]\n"
         )
@@ -749,7 +763,7 @@ macro_rules! next_block {
     () => {
         concat!(
             "inc {block}\n", "cmp {block}, qword ptr [{around} + {end}]\n", "je 9f\n",
-            "xor {groups:e}, {groups:e}\n", "test qword ptr [{around} + {lines}], {block}\n", "cmovz {groups}, qword ptr [{around} + {skip}]\n",
+            "xor {groups:e}, {groups:e}\n", "test qword ptr [{around} + {unit_blocks}], {block}\n", "cmovz {groups}, qword ptr [{around} + {line_skip}]\n",
             "add {first}, {groups}\n", "add {second}, {groups}\n",
             "mov {groups}, qword ptr [{around} + {asks}]\n", "test {groups}, {groups}\n", "jz 8f\n", "mov {step}, qword ptr [{around} + {ask}]\n",
             "7:\n", "prefetcht0 byte ptr [{step}]\n", "add {step}, qword ptr [{around} + {ask_step}]\n", "dec {groups}\n", "jnz 7b\n",
@@ -768,7 +782,7 @@ macro_rules! whole_of_type {
             of_type!(start, $r, $codes, $group), "mov {groups:e}, 3\n", "jmp 3f\n",
             "2:\n", of_type!(next_unit, $r, $codes, $group), of_type!(step_unit, $group), "dec {groups}\n",
             "3:\n", of_type!(next, $r, $codes, $group), of_type!(step, $group), "dec {groups}\n", "jnz 3b\n",
-            next_block!(), "lea {n}, [{x} + {sums}]\n", "mov {step}, qword ptr [{around} + {next_scale}]\n",
+            next_block!(), "lea {n}, [{x} + {first_n}]\n", "mov {step}, qword ptr [{around} + {next_scale}]\n",
             "mov {groups:e}, 4\n", "test {block:l}, 1\n", "jz 2b\n", "jmp 3b\n",
             "9:\n", of_type!(end, $r, $group)
         )
@@ -871,48 +885,62 @@ macro_rules! tile_of_type {
     };
 }
 
-/// Defines a tall one.
-macro_rules! tall_tile_of_type {
-    ($name:ident, $r:tt, $codes:ident, $group:tt, [$($total:tt: $i:tt),*]) => {
+/// Defines a tile of so many rows that goes over all blocks itself, by such assembly.
+macro_rules! tall_tile {
+    ($name:ident, $r:tt, $kind:expr, $whole:expr, [$($total:tt: $i:tt),*]) => {
         /// A tile of that many rows.
         ///
         /// # Safety
         /// The CPU has the instructions.
         #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
         unsafe fn $name(t: &mut Tile<'_>) {
-            const KIND: Kind = kind!($codes, $group, Words::OfType);
+            const KIND: Kind = $kind;
+            const PAIRS: usize = BLOCK / (2 * KIND.group);
             type Memory = Around<{ 2 * $r }>;
             let [zmm30, zmm31] = constants(KIND);
-            // SAFETY: the instructions by the caller's promise; the tile reads what `tall_of` says is there, and writes the totals, of which there are as
-            // many as it says.
+            // SAFETY: the instructions by the caller's promise; the tile reads what `tall_of` says is there, and writes the totals and sums, of which there
+            // are as many as it says.
             unsafe {
                 tall_of::<{ 2 * $r }>(t, KIND, |at, around, parts| {
                     let [mut first, mut second] = at.lines;
                     let [mut words, mut others] = at.words;
-                    let (mut x, mut unit, mut step, mut block) = (at.x, at.x.wrapping_add(BLOCK), 4usize, at.block);
-                    // What inputs have begins with the sums: there are no words of theirs before them.
-                    const SUMS: usize = BLOCK + BLOCK / 32 * 4 - 4;
-                    let (mut n, mut groups) = (x.wrapping_add(SUMS), 0usize);
+                    let (mut x, mut unit, mut block) = (at.x, at.x.wrapping_add(BLOCK), at.block);
+                    let (mut n, mut step, mut groups) = (x.wrapping_add(KIND.first_n()), 4usize, 0usize);
                     let around: *mut Memory = around;
                     std::arch::asm!(
-                        whole_of_type!($r, $codes, $group),
+                        // What not all kinds have.
+                        "/* {unit} {back} {pairs} {begins} {first_n} {next_n} {last_scale} {sums} {next_scale} */",
+                        $whole,
                         first = inout(reg) first, second = inout(reg) second, words = inout(reg) words, others = inout(reg) others,
                         n = inout(reg) n, x = inout(reg) x, unit = inout(reg) unit, step = inout(reg) step, groups = inout(reg) groups,
-                        block = inout(reg) block, around = in(reg) around,
-                        row = const KIND.inputs().block_bytes(), back = const KIND.last_words(), sums = const SUMS,
-                        end = const offset_of!(Memory, end), lines = const offset_of!(Memory, unit), skip = const offset_of!(Memory, line_skip),
-                        asks = const offset_of!(Memory, asks), ask = const offset_of!(Memory, ask), ask_step = const offset_of!(Memory, ask_step),
-                        next_x = const offset_of!(Memory, next_x), next_scale = const offset_of!(Memory, next_scale),
-                                                $(inout($total) parts[$i],)*
+                        block = inout(reg) block, around = in(reg) around, row = const KIND.inputs().block_bytes(), pairs = const PAIRS,
+                        back = const KIND.last_words(), begins = const KIND.first_n() + 4, first_n = const KIND.first_n(),
+                        next_n = const KIND.first_n() - KIND.group, last_scale = const 4 + (PAIRS - 1) * KIND.pair_bytes(),
+                        sums = const offset_of!(Memory, sums), end = const offset_of!(Memory, end), unit_blocks = const offset_of!(Memory, unit_blocks),
+                        line_skip = const offset_of!(Memory, line_skip), next_x = const offset_of!(Memory, next_x),
+                        next_scale = const offset_of!(Memory, next_scale), ask = const offset_of!(Memory, ask),
+                        ask_step = const offset_of!(Memory, ask_step), asks = const offset_of!(Memory, asks),
+                        $(inout($total) parts[$i],)*
                         out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
-                        out("zmm7") _, out("zmm8") _, out("zmm9") _, out("zmm10") _, out("zmm11") _,
-                        out("zmm24") _, out("zmm25") _, out("zmm26") _, out("zmm27") _, out("zmm28") _, out("zmm29") _, in("zmm30") zmm30, in("zmm31") zmm31,
+                        out("zmm7") _, out("zmm8") _, out("zmm9") _, out("zmm10") _, out("zmm11") _, out("zmm24") _, out("zmm25") _,
+                        out("zmm26") _, out("zmm27") _, out("zmm28") _, out("zmm29") _, in("zmm30") zmm30, in("zmm31") zmm31,
                         options(nostack),
                     );
                     let _ = (first, second, words, others, n, x, unit, step, groups, block);
                 });
             }
         }
+    };
+    (five, $kind:expr, $whole:expr) => {
+        tall_tile!(five, 5, $kind, $whole, [
+            "zmm12": 0, "zmm13": 1, "zmm14": 2, "zmm15": 3, "zmm16": 4, "zmm17": 5, "zmm18": 6, "zmm19": 7, "zmm20": 8, "zmm21": 9
+        ]);
+    };
+    (six, $kind:expr, $whole:expr) => {
+        tall_tile!(six, 6, $kind, $whole, [
+            "zmm12": 0, "zmm13": 1, "zmm14": 2, "zmm15": 3, "zmm16": 4, "zmm17": 5, "zmm18": 6, "zmm19": 7, "zmm20": 8, "zmm21": 9,
+            "zmm22": 10, "zmm23": 11
+        ]);
     };
 }
 
@@ -925,13 +953,8 @@ macro_rules! tiles_of_type {
             tile_of_type!(four, 4, $codes, $group, [
                 "zmm16": 0, "zmm17": 1, "zmm18": 2, "zmm19": 3, "zmm20": 4, "zmm21": 5, "zmm22": 6, "zmm23": 7
             ]);
-            tall_tile_of_type!(five, 5, $codes, $group, [
-                "zmm12": 0, "zmm13": 1, "zmm14": 2, "zmm15": 3, "zmm16": 4, "zmm17": 5, "zmm18": 6, "zmm19": 7, "zmm20": 8, "zmm21": 9
-            ]);
-            tall_tile_of_type!(six, 6, $codes, $group, [
-                "zmm12": 0, "zmm13": 1, "zmm14": 2, "zmm15": 3, "zmm16": 4, "zmm17": 5, "zmm18": 6, "zmm19": 7, "zmm20": 8, "zmm21": 9,
-                "zmm22": 10, "zmm23": 11
-            ]);
+            tall_tile!(five, kind!($codes, $group, Words::OfType), whole_of_type!(5, $codes, $group));
+            tall_tile!(six, kind!($codes, $group, Words::OfType), whole_of_type!(6, $codes, $group));
 
             /// Runs that of `r` rows.
             ///
@@ -991,53 +1014,6 @@ macro_rules! tile {
     };
 }
 
-/// Defines a tall one.
-macro_rules! tall_tile {
-    ($name:ident, $r:tt, $codes:ident, $group:tt, $minima:tt, [$($total:tt: $i:tt),*]) => {
-        /// A tile of that many rows.
-        ///
-        /// # Safety
-        /// The CPU has the instructions.
-        #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-        unsafe fn $name(t: &mut Tile<'_>) {
-            const KIND: Kind = kind!($codes, $group, Words::Made { minima: $minima });
-            type Memory = Around<{ 2 * $r }>;
-            let [zmm30, zmm31] = constants(KIND);
-            // SAFETY: the instructions by the caller's promise; the tile reads what `tall_of` says is there, and writes the totals and sums, of which there
-            // are as many as it says.
-            unsafe {
-                tall_of::<{ 2 * $r }>(t, KIND, |at, around, parts| {
-                    let [mut first, mut second] = at.lines;
-                    let [mut words, mut others] = at.words;
-                    let (mut x, mut block) = (at.x, at.block);
-                    // The scale of the inputs, and what they have for two groups of each pair.
-                    const FIRST: usize = BLOCK + 4;
-                    const PAIRS: usize = BLOCK / (2 * KIND.group);
-                    let (mut n, mut groups, mut step) = (x.wrapping_add(FIRST), 0usize, 0usize);
-                    let around: *mut Memory = around;
-                    std::arch::asm!(
-                        whole!($r, $codes, $group, $minima),
-                        first = inout(reg) first, second = inout(reg) second, words = inout(reg) words, others = inout(reg) others,
-                        n = inout(reg) n, x = inout(reg) x, groups = inout(reg) groups, step = inout(reg) step, block = inout(reg) block,
-                        around = in(reg) around, pairs = const PAIRS, begins = const FIRST + 4, next_n = const FIRST - KIND.group,
-                        unit = const 4 + (PAIRS - 1) * if $minima { 12 } else { 8 },
-                        row = const KIND.inputs().block_bytes(), back = const KIND.last_words(), sums = const offset_of!(Memory, sums),
-                        end = const offset_of!(Memory, end), lines = const offset_of!(Memory, unit), skip = const offset_of!(Memory, line_skip),
-                        asks = const offset_of!(Memory, asks), ask = const offset_of!(Memory, ask), ask_step = const offset_of!(Memory, ask_step),
-                        next_x = const offset_of!(Memory, next_x),
-                        $(inout($total) parts[$i],)*
-                        out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
-                        out("zmm7") _, out("zmm8") _, out("zmm9") _, out("zmm10") _, out("zmm11") _,
-                        out("zmm24") _, out("zmm25") _, out("zmm26") _, out("zmm27") _, out("zmm28") _, out("zmm29") _, in("zmm30") zmm30, in("zmm31") zmm31,
-                        options(nostack),
-                    );
-                    let _ = (first, second, words, others, n, x, groups, step, block);
-                });
-            }
-        }
-    };
-}
-
 /// Defines the tiles of one to [`WORD_ROWS`] rows of a kind, in a module.
 macro_rules! tiles {
     ($name:ident, $codes:ident, $group:tt, $minima:tt) => {
@@ -1049,13 +1025,8 @@ macro_rules! tiles {
             tile!(four, 4, $codes, $group, $minima, [
                 "zmm16": 0, "zmm17": 1, "zmm18": 2, "zmm19": 3, "zmm20": 4, "zmm21": 5, "zmm22": 6, "zmm23": 7
             ]);
-            tall_tile!(five, 5, $codes, $group, $minima, [
-                "zmm12": 0, "zmm13": 1, "zmm14": 2, "zmm15": 3, "zmm16": 4, "zmm17": 5, "zmm18": 6, "zmm19": 7, "zmm20": 8, "zmm21": 9
-            ]);
-            tall_tile!(six, 6, $codes, $group, $minima, [
-                "zmm12": 0, "zmm13": 1, "zmm14": 2, "zmm15": 3, "zmm16": 4, "zmm17": 5, "zmm18": 6, "zmm19": 7, "zmm20": 8, "zmm21": 9,
-                "zmm22": 10, "zmm23": 11
-            ]);
+            tall_tile!(five, kind!($codes, $group, Words::Made { minima: $minima }), whole!(5, $codes, $group, $minima));
+            tall_tile!(six, kind!($codes, $group, Words::Made { minima: $minima }), whole!(6, $codes, $group, $minima));
 
             /// Runs that of `r` rows.
             ///
@@ -1208,7 +1179,7 @@ unsafe fn tall_of<const N: usize>(
         totals: [_mm512_setzero_ps(); N],
         sums: [_mm512_setzero_ps(); N],
         end: t.first_block + t.blocks,
-        unit: t.unit - 1,
+        unit_blocks: t.unit - 1,
         line_skip: t.line_skip,
         next_x: t.input_stride.wrapping_sub(BLOCK),
         next_scale: t.input_stride.wrapping_sub(last_scale),
