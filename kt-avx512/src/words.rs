@@ -363,7 +363,7 @@ struct Block {
     x: *const u8,
 }
 
-/// Where a tall tile begins, which goes over all blocks itself.
+/// Where a tall tile begins. It is one piece of assembly, over all blocks: what compilers put between blocks takes time beside products.
 struct Whole {
     /// The lines of both panels.
     lines: [*const u8; P],
@@ -384,15 +384,19 @@ struct Around<const N: usize> {
     sums: [__m512; N],
     /// How many blocks there are, with those that come before.
     end: usize,
-    /// Of a number of blocks, the bits that are 0 where lines go on elsewhere; and how many bytes from there.
+    /// Of a number of blocks, the bits that are 0 where lines go on elsewhere.
     unit_blocks: usize,
+    /// How many bytes from there that is.
     line_skip: usize,
-    /// From the end of a block of the inputs to the next one, and from the scale of a block's last group to that of the next one's first.
+    /// From behind the codes of a block of the inputs to the next one.
     next_x: usize,
+    /// From the scale of a block's last group to that of the next one's first.
     next_scale: usize,
-    /// A line to ask for, bytes to the next one, and how many with each block.
+    /// A line to ask for.
     ask: *const u8,
+    /// Bytes from there to the next one.
     ask_step: usize,
+    /// How many to ask for with each block.
     asks: usize,
 }
 
@@ -783,7 +787,7 @@ macro_rules! whole_of_type {
             "2:\n", of_type!(next_unit, $r, $codes, $group), of_type!(step_unit, $group), "dec {groups}\n",
             "3:\n", of_type!(next, $r, $codes, $group), of_type!(step, $group), "dec {groups}\n", "jnz 3b\n",
             next_block!(), "lea {n}, [{x} + {first_n}]\n", "mov {step}, qword ptr [{around} + {next_scale}]\n",
-            "mov {groups:e}, 4\n", "test {block:l}, 1\n", "jz 2b\n", "jmp 3b\n",
+            "mov {groups:e}, 4\n", "test {block:l}, {in_unit}\n", "jz 2b\n", "jmp 3b\n",
             "9:\n", of_type!(end, $r, $group)
         )
     };
@@ -813,7 +817,7 @@ macro_rules! whole {
             "6:\n", products!($r, $codes, $group, $scale),
             "add {words}, ", $words, "\nadd {others}, ", $words, "\nadd {n}, ", $n, "\n",
             "5:\n", products!($r, $codes, $group, swap_first), "dec {groups:e}\n", "jnz 6b\n",
-            next_block!(), "test {block:l}, 3\n", "jz 2b\n", "jmp 3b\n",
+            next_block!(), "test {block:l}, {in_unit}\n", "jz 2b\n", "jmp 3b\n",
             "9:\n", $end, rows!($r, sum)
         )
     };
@@ -913,7 +917,7 @@ macro_rules! tall_tile {
                         $whole,
                         first = inout(reg) first, second = inout(reg) second, words = inout(reg) words, others = inout(reg) others,
                         n = inout(reg) n, x = inout(reg) x, unit = inout(reg) unit, step = inout(reg) step, groups = inout(reg) groups,
-                        block = inout(reg) block, around = in(reg) around, row = const KIND.inputs().block_bytes(), pairs = const PAIRS,
+                        block = inout(reg) block, around = in(reg) around, row = const KIND.inputs().block_bytes(), pairs = const PAIRS, in_unit = const KIND.chunk().0 - 1,
                         back = const KIND.last_words(), begins = const KIND.first_n() + 4, first_n = const KIND.first_n(),
                         next_n = const KIND.first_n() - KIND.group, last_scale = const 4 + (PAIRS - 1) * KIND.pair_bytes(),
                         sums = const offset_of!(Memory, sums), end = const offset_of!(Memory, end), unit_blocks = const offset_of!(Memory, unit_blocks),
@@ -1201,7 +1205,7 @@ unsafe fn tall_of<const N: usize>(
         } else {
             around.totals = [_mm512_setzero_ps(); N];
         }
-        // What comes later is asked for with each block, from the second one on.
+        // What comes later is asked for with each block, from the second one on; where a range of it ends meanwhile, a few lines beyond that, too.
         let mut left = asks * t.blocks;
         around.asks = 0;
         while let Some((at, lines, step)) = t.later.take(left) {
