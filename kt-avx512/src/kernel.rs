@@ -100,7 +100,8 @@ impl Avx {
         }
     }
 
-    /// The same of weights with scales of 32 columns and no minima, which gain by it where two products begin in a cycle: with one, what words save is little beside them.
+    /// The same of weights with scales of 32 columns and no minima, which gain by it where two products begin in a cycle (Zen 5: 1 to 6 % less time at 1024 tokens;
+    /// Zen 4, with tiles of four rows: 0 to 1).
     pub fn inputs_of_many_simple(self, few: InputLayout, zero: i32) -> InputLayout {
         if self.ports == Ports::Double { self.inputs_of_many(few, CHUNK, zero, false) } else { few }
     }

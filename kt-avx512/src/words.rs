@@ -551,7 +551,7 @@ macro_rules! row {
             "vpdpwssd ", $s, ", ", $a, ", zmmword ptr [{words}]\n", "vpdpwssd ", $t, ", ", $b, ", zmmword ptr [{others}]\n"
         )
     };
-    // Of tall tiles: the same with what of these times scales of blocks is summed up in memory, at `{around} + {sums}`.
+    // Of tall tiles, where a block ends: its sums times the scale of the inputs, and what the blocks of the unit before it have, at `{around} + {sums}`.
     (sum, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
             "vbroadcastss ", $x, ", dword ptr [{n} - {last_scale} + ", $r, "*{row}]\n", "vcvtdq2ps ", $s, ", ", $s, "\n", "vcvtdq2ps ", $t, ", ", $t, "\n",
