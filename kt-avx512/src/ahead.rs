@@ -24,7 +24,7 @@ use std::cell::Cell;
 use std::sync::LazyLock;
 
 use crate::isa::Ports;
-use crate::layout::LINE;
+use crate::layout::{LINE, MOST_PANELS};
 
 /// CPUs that want other hints than the rest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -159,6 +159,17 @@ pub struct Later {
     to: Cell<Level>,
 }
 
+/// Lines for a loop to ask for, to the second level.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Hints {
+    /// The first one.
+    pub(crate) at: *const u8,
+    /// Bytes from one to the next.
+    pub(crate) step: usize,
+    /// How many each time.
+    pub(crate) each: usize,
+}
+
 /// Where lines are asked for to.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Level {
@@ -188,8 +199,8 @@ impl Level {
     }
 }
 
-/// Two panels, and inputs.
-const RANGES: usize = 2 + 1;
+/// Panels, and inputs.
+const RANGES: usize = MOST_PANELS + 1;
 
 impl Later {
     /// Forgets what is left, to begin anew.
@@ -246,6 +257,23 @@ impl Later {
     #[inline(always)]
     pub(crate) fn each(&self) -> usize {
         self.each.get()
+    }
+
+    /// Takes what goes so many times, for a loop to ask for. What does not go on for as long is asked for now.
+    #[inline(always)]
+    pub(crate) fn take_times(&self, times: usize) -> Hints {
+        let mut left = self.each.get() * times;
+        let (mut hints, mut most) = (Hints { at: std::ptr::null(), step: 0, each: 0 }, 0);
+        while let Some((at, lines, step)) = self.take(left) {
+            left -= lines;
+            let (now, now_step, now_lines) =
+                if lines > most { (hints.at, hints.step, most) } else { (at, step, lines) };
+            (0..now_lines).for_each(|line| prefetch_later(now.wrapping_add(line * now_step)));
+            if lines > most {
+                (hints, most) = (Hints { at, step, each: lines.div_ceil(times) }, lines);
+            }
+        }
+        hints
     }
 
     /// Takes up to `most` lines that are equally far apart, for the caller to ask for: the first one, how many there are, and bytes from one to the

@@ -13,6 +13,7 @@ use std::arch::x86_64::*;
 
 use kt_core::format::fp8::E4M3;
 
+use crate::dots::LinesAt;
 use crate::lines::{Codes, Floats};
 use crate::tile::Tile;
 use crate::tiled::TileProduct;
@@ -35,8 +36,8 @@ pub enum Ports {
     /// The same, and there are two products of 512 bits a cycle, each of which takes four (AMD's Zen 5): eight sums are too few, and products that broadcast their
     /// inputs from memory wait for loads, of which there are two as well.
     Double,
-    /// As much as products do, on whose ports they are: all 512-bit operations of Intel's CPUs are on two ports. And `vdpbf16ps` is half as fast
-    /// there as F32's products are. Both were measured on Emerald Rapids alone.
+    /// As much as products do, on whose ports they are: all 512-bit operations of Intel's CPUs are on two ports; loads take some of their time, too (`PERFORMANCE.md`). And
+    /// `vdpbf16ps` is half as fast there as F32's products are. Measured on two Xeons.
     Shared,
 }
 
@@ -144,20 +145,26 @@ pub unsafe trait Isa: Copy {
         unreachable!("no tile unit")
     }
 
-    /// Adds the products of 32 columns to the sums of four to seven rows and of two panels: the eight lines of codes of each panel, and the codes of rows that are `row_bytes` apart from `x` on;
-    /// only with VNNI of 512 bits.
+    /// Adds the products of lines of codes of four panels to the sums of four to six rows; only with VNNI of 512 bits.
     ///
     /// # Safety
     /// They are readable.
     #[inline(always)]
-    unsafe fn dot_lines<const R: usize, const P: usize>(
-        self,
-        _sums: &mut [[Self::Int; P]; R],
-        _lines: [*const u8; 2],
-        _x: *const u8,
-        _row_bytes: usize,
-    ) {
+    unsafe fn dot_lines<const R: usize, const P: usize>(self, _sums: &mut [[Self::Int; P]; R], _at: LinesAt) {
         unreachable!("no VNNI of 512 bits")
+    }
+
+    /// The same of F32 numbers, or of `PAIRS` of BF16 numbers, with F32 inputs; only with registers of 512 bits.
+    ///
+    /// # Safety
+    /// They are readable.
+    #[inline(always)]
+    unsafe fn mul_add_lines<const PAIRS: bool, const R: usize, const P: usize>(
+        self,
+        _sums: &mut [[Self::Flt; P]; R],
+        _at: LinesAt,
+    ) {
+        unreachable!("no registers of 512 bits")
     }
 
     /// Runs a tile of `r` rows of integers with words for scales; only with VNNI of 512 bits.

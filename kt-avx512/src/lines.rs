@@ -50,8 +50,6 @@ pub trait Codes: Lines {
     const SPAN: usize;
     /// Whether lines are codes in nibbles, as they are. Unpacking then goes on beside products, so that lines that many rows pass over stay packed.
     const NIBBLES: bool = false;
-    /// Whether products are in assembly ([`Isa::dot_lines`]).
-    const BY_HAND: bool = false;
     /// The same operands, each in a line of its own.
     type Unpacked: Codes;
 }
@@ -81,17 +79,16 @@ macro_rules! direct {
     };
 }
 
-/// Codes of one byte, which are small enough for sums over `SPAN` columns, or not (0). `BY_HAND`: their products are in assembly.
+/// Codes of one byte, which are small enough for sums over `SPAN` columns, or not (0).
 #[derive(Clone, Copy)]
-pub struct Bytes<const SPAN: usize, const BY_HAND: bool = false>;
+pub struct Bytes<const SPAN: usize>;
 
-impl<const S: usize, const H: bool> Lines for Bytes<S, H> {
+impl<const S: usize> Lines for Bytes<S> {
     direct!();
 }
 
-impl<const S: usize, const H: bool> Codes for Bytes<S, H> {
+impl<const S: usize> Codes for Bytes<S> {
     const SPAN: usize = S;
-    const BY_HAND: bool = H;
     type Unpacked = Self;
 }
 

@@ -14,13 +14,14 @@ use kt_core::{Format, Group};
 
 use crate::ahead::{Ahead, Later, Level};
 use crate::blocks::{ASK, Blocks, Decode, Direct, Row};
+use crate::dots::STEP;
 use crate::isa::{Isa, Job, Ports, most_stream_rows, stream_rows};
 use crate::layout::{BITS, CHUNK, LINE, Layout, MOST_PANELS, PANEL, SUPER, panels, spread};
 use crate::lines::{
     Bf16Lines, Bytes, Codes, E2m1, E4m3Scale, E8m0Scale, F16Lines, F16Scale, F32Lines, F32Scale, Floats, Fp8, Lines,
     Nibbles, NoScale, Scale, Scales, Unpack, Widen, WidenFloats,
 };
-use crate::tile::{FloatTile, IntTile, Tile, int_asks, one_stream, scaled, scaled_blocks};
+use crate::tile::{FloatTile, IntTile, SquareTile, Tile, int_asks, one_stream, scaled, scaled_blocks};
 use crate::tiled::{self, MOST_ROWS, PIECE, STREAM_ROWS, SUMS_SIZE, TILE_ROWS, stream_size};
 use crate::words::{
     self, CHUNK_BLOCKS, Kind, Prepare, PrepareSupers, WORD_ROWS, chunk_bytes, scales_bytes, supers_bytes,
@@ -85,11 +86,15 @@ pub trait Path<I: Isa> {
     /// Lines that an operand becomes where lines are unpacked.
     const WIDENED: usize;
     /// How many times with each block tiles of many rows ask for what comes later, over lines that were unpacked or not.
-    fn asks(_unpacked: bool) -> usize {
+    fn asks(_: I, _unpacked: bool) -> usize {
         1
     }
     /// Bytes of the words of [`Path::SCALED_BLOCKS`] blocks, and their unit, if tiles have scales as words; and of these scales as F32, if they become such.
     const WORDS: [usize; 2] = [0; 2];
+    /// Panels at once for so many rows over cached lines.
+    fn cached_panels(_: I, _rows: usize) -> usize {
+        cached_panels::<I>()
+    }
     /// Rows of the largest tile over cached lines, of so many rows in all: as many as keep sums (and totals, where scales come in between) in registers.
     fn rows(isa: I, rows: usize) -> usize;
     /// Whether that many rows pass over lines that were unpacked for them, if they do not stream.
@@ -183,6 +188,14 @@ const fn stream_panels<I: Isa, K: Path<I>>(rows: usize) -> usize {
 /// 24 GB/s a core, GB/s over four panels / over one: INT4 g32 at 2 · 3 · 4 rows 19.7/23.8 · 19.2/24.0 · 18.3/24.0; but from the second level, at four rows, 48/39.
 const ALONE_ROWS: usize = 3;
 
+impl<L: Codes, S: Scale, const XG: usize, const WG: usize> Ints<L, S, XG, WG> {
+    /// Whether tiles of so many rows in all over cached lines are [square].
+    fn is_square<I: Isa>(isa: I, rows: usize) -> bool {
+        let operands = || L::OPERANDS == 1 || <Self as Path<I>>::unpacked(isa, rows);
+        <Self as Path<I>>::ON_TILES && taller(isa) && operands()
+    }
+}
+
 /// Whether so many rows stream over one panel after another on such a CPU, beyond [`Path::ONE_STREAM`] too, where there is such a stream at all.
 fn alone<I: Isa, K: Path<I>>(isa: I, rows: usize) -> bool {
     I::LARGE && K::ONE_STREAM > 0 && isa.ports() == Ports::Double && (2..=ALONE_ROWS).contains(&rows)
@@ -205,15 +218,16 @@ const fn cached_panels<I: Isa>() -> usize {
     if I::LARGE { 2 } else { 1 }
 }
 
-/// Whether tiles of integers over cached lines have a row more, and nibbles are unpacked for them, too: where what is not a product takes the place of
-/// one, and products take five cycles, so that twelve sums are too few for two a cycle.
-fn taller<I: Isa>(isa: I) -> bool {
-    I::LARGE && I::VNNI && !I::TILES && isa.ports() == Ports::Shared
+/// Whether tiles over cached lines have four panels and up to six rows, and their products are in assembly: where loads take the place of products, such tiles have the fewest of them. Those of
+/// numbers, and of integers whose sums are scaled after a block or more.
+fn square<I: Isa>(isa: I) -> bool {
+    I::LARGE && !I::TILES && isa.ports() == Ports::Shared
 }
 
-/// Whether products over lines that are unpacked, or operands, are in assembly where tiles are [taller]: those of sums that are scaled after a block or more.
-const fn in_assembly<K: Path<I>, I: Isa>() -> bool {
-    I::LARGE && I::VNNI && !I::TILES && K::ON_TILES
+/// Whether other tiles of integers over cached lines have a row more, and nibbles are unpacked for them, too: where what is not a product takes the place of
+/// one, and products take five cycles, so that twelve sums are too few for two a cycle.
+fn taller<I: Isa>(isa: I) -> bool {
+    I::VNNI && square(isa)
 }
 
 /// Whether BF16 lines are widened to meet F32 inputs beside products: by tiles of many rows, too, but where these are for a tile unit.
@@ -252,7 +266,7 @@ const fn words_of_type<I: Isa, S: Scale>() -> bool {
 
 /// Rows of the largest tile with words.
 fn word_rows<I: Isa>(isa: I) -> usize {
-    WORD_ROWS[usize::from(isa.ports() == Ports::Double)]
+    WORD_ROWS[usize::from(isa.ports() != Ports::Own)]
 }
 
 /// BF16 numbers as F32.
@@ -295,11 +309,15 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const WIDENED: usize = 1;
     const WORDS: [usize; 2] = if words_of_type::<I, S>() { [supers_bytes(S::FOLDS), 0] } else { [0; 2] };
 
-    fn asks(_: bool) -> usize {
+    fn asks(_: I, _: bool) -> usize {
         match I::TILES || words_of_type::<I, S>() {
             true => 1,
             false => int_asks::<I, S, XG>(),
         }
+    }
+
+    fn cached_panels(isa: I, rows: usize) -> usize {
+        if Self::is_square(isa, rows) { MOST_PANELS } else { cached_panels::<I>() }
     }
 
     fn rows(isa: I, rows: usize) -> usize {
@@ -310,7 +328,11 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         } else if !I::LARGE && L::SPAN == 0 && size_of::<I::Wide>() > LINE {
             // Magnitudes and signs of codes, two of the 16 registers each.
             4
-        } else if taller::<I>(isa) && WG <= XG && (L::OPERANDS == 1 || <Self as Path<I>>::unpacked(isa, rows)) {
+        } else if taller(isa)
+            && WG <= XG
+            && !Self::is_square(isa, rows)
+            && (L::OPERANDS == 1 || <Self as Path<I>>::unpacked(isa, rows))
+        {
             // As many sums and totals go with two lines and an input into 32 registers, unless sums of several groups come in between.
             7
         } else {
@@ -319,9 +341,9 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     }
 
     fn unpacked(isa: I, rows: usize) -> bool {
-        let least = UNPACKED_NIBBLES[usize::from(in_assembly::<Self, I>())];
+        let least = UNPACKED_NIBBLES[usize::from(<Self as Path<I>>::ON_TILES)];
         let shifted = S::SHIFTS && XG < BLOCK && I::VNNI && rows >= SHIFTED_ROWS && isa.ports() == Ports::Double;
-        let enough = rows >= least && taller::<I>(isa) || shifted;
+        let enough = rows >= least && taller(isa) || shifted;
         let beside_products =
             if L::NIBBLES { I::LARGE && !enough } else { looks_up_in_tile::<I, L, S>() && !taller(isa) };
         L::OPERANDS > 1 && !beside_products
@@ -364,9 +386,8 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         } else if const { words_of_type::<I, S>() } {
             let words = if S::FOLDS { words::Words::Folded } else { words::Words::OfType };
             isa.multiply_words(Kind { nibbles: !unpacked, group: XG, words }, r, tile);
-        } else if const { in_assembly::<Self, I>() } && unpacked && taller::<I>(isa) {
-            let kind = PhantomData;
-            rows!(r, [4, 5, 6, 7], isa.run(IntTile::<Bytes<0, true>, S, XG, WG, false, R, 2> { tile, kind }))
+        } else if const { I::LARGE && I::VNNI && <Self as Path<I>>::ON_TILES } && unpacked && taller(isa) {
+            rows!(r, [4, 5, 6], isa.run(SquareTile::<S, R> { tile, kind: PhantomData }))
         } else if const { I::LARGE && I::VNNI } && unpacked {
             // All codes are alike to VNNI.
             let kind = PhantomData;
@@ -407,19 +428,26 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
         _ => 1,
     };
 
-    fn asks(unpacked: bool) -> usize {
+    fn asks(isa: I, unpacked: bool) -> usize {
         match L::BF16 && <Self as Path<I>>::WIDENED == 1 {
             _ if I::TILES => 1,
+            _ if square(isa) => BLOCK / if const { widens::<I, L>() } { 2 } else { 1 } / STEP,
             true if shifts_in_tile::<I, L>() && !unpacked => scaled::asks::<I>(SCALED, BLOCK / 4),
             true => scaled::asks::<I>(SCALED, BLOCK / 2),
             false => scaled::asks::<I>(SCALED, BLOCK),
         }
     }
 
-    fn rows(_: I, _: usize) -> usize {
+    fn cached_panels(isa: I, _: usize) -> usize {
+        if square(isa) { MOST_PANELS } else { cached_panels::<I>() }
+    }
+
+    fn rows(isa: I, _: usize) -> usize {
         // Totals beside the sums, where scales come in between, may lie in memory.
         if I::TILES && L::BF16 {
             2 * TILE_ROWS
+        } else if square(isa) {
+            6
         } else if I::LARGE {
             if widens::<I, L>() { 8 } else { 12 }
         } else if L::BF16 {
@@ -466,6 +494,26 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
                 tiled::cached(isa, r, tile, false);
             } else {
                 unreachable!("any number of these rows streams");
+            }
+        } else if const { I::LARGE && !I::TILES } && square(isa) {
+            if const { widens::<I, L>() } {
+                rows!(
+                    r,
+                    [4, 5, 6],
+                    isa.run(FloatTile::<L, SCALED, false, R, { MOST_PANELS }> { tile, kind: PhantomData })
+                )
+            } else if const { <Self as Path<I>>::WIDENED > 1 } {
+                rows!(
+                    r,
+                    [4, 5, 6],
+                    isa.run(FloatTile::<F32Lines, SCALED, false, R, { MOST_PANELS }> { tile, kind: PhantomData })
+                )
+            } else {
+                rows!(
+                    r,
+                    [4, 5, 6],
+                    isa.run(FloatTile::<L::Unpacked, SCALED, false, R, { MOST_PANELS }> { tile, kind: PhantomData })
+                )
             }
         } else if const { I::LARGE && widens::<I, L>() } {
             let kind = PhantomData;
@@ -849,7 +897,7 @@ impl Product<'_> {
         }
 
         let unpack = K::unpacked(isa, n);
-        let panels = cached_panels::<I>();
+        let panels = K::cached_panels(isa, n);
         let operand_block = if unpack {
             layout.lines / K::Lines::STEP * K::Lines::OPERANDS * K::WIDENED * LINE
         } else {
@@ -942,7 +990,7 @@ impl Product<'_> {
                     let part = &next_inputs[part(done)..part(done + panels * PANEL)];
                     later.add(part.as_ptr(), part.len());
                 }
-                let asks = K::asks(unpack || K::LIGHT);
+                let asks = K::asks(isa, unpack || K::LIGHT);
                 later.spread(tiles * blocks * asks, Level::of(n, I::LARGE));
                 let mut first = 0;
                 while first < n {
@@ -1017,7 +1065,7 @@ impl Product<'_> {
             if let Some((matrix, first)) = following {
                 later.add(matrix.row(first).as_ptr(), panels * PANEL * columns * B::BYTES);
             }
-            let asks = <Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::asks(true);
+            let asks = <Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::asks(isa, true);
             let times = if few { columns * panels * (PANEL / ASK) } else { tiles * columns * (SUPER / BLOCK) * asks };
             later.spread(times, if few { Level::Second } else { Level::First });
             if const { !I::TILES } && direct {

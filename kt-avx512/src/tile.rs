@@ -18,6 +18,7 @@ use std::ops::Range;
 use kt_core::cpu::input::{BLOCK, WORD_ZERO, WORD_ZEROS};
 
 use crate::ahead::{Ahead, Later, prefetch_later, prefetch_now};
+use crate::dots::{LinesAt, STEP};
 use crate::isa::{Isa, Job};
 use crate::layout::{BITS, LINE, MOST_PANELS, PANEL, SUPER, spread, unit_of};
 use crate::lines::{Codes, Floats, Lines, SHIFTED, Scale, Steps, shifts_codes};
@@ -540,15 +541,6 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
                     shared!(2);
                     shared!(3);
                 }
-            } else if L::BY_HAND {
-                assert!(!STREAM && L::OPERANDS == 1 && XG == BLOCK && P == 2 && ASK_STEPS == 8);
-                for first in (0..steps).step_by(ASK_STEPS) {
-                    t.later.ask();
-                    let at_step = |p| Steps::<L, XG>::at(Self::of_panel(t, *line, p), first);
-                    let x = at.x.wrapping_add(k + first * 4);
-                    // SAFETY: lines of these columns of both panels, and codes of all rows, by the caller's promise.
-                    unsafe { isa.dot_lines(&mut acc, [at_step(0), at_step(1)], x, at.input_bytes) };
-                }
             } else {
                 // From three rows on (over one panel four) a loop: else compilers load the inputs of all steps at once, and keep them in memory.
                 let steps = if STREAM && I::LARGE && R > 2 && R * P > 3 { opaque(steps) } else { steps };
@@ -690,6 +682,67 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
             self.tile::<I, false>(isa);
         } else {
             self.tile::<I, STREAM>(isa);
+        }
+    }
+}
+
+/// Unsigned codes in lines of bytes in the cache x signed inputs, whose weights have one scale an output, and inputs one for [`Scale::SPAN`] blocks, in `R` rows x four panels: products are in
+/// assembly.
+pub(crate) struct SquareTile<'a, S, const R: usize> {
+    pub tile: Tile<'a>,
+    pub kind: PhantomData<S>,
+}
+
+impl<S: Scale, const R: usize> Job for SquareTile<'_, S, R> {
+    #[inline(always)]
+    fn go<I: Isa>(self, isa: I) {
+        const P: usize = MOST_PANELS;
+        let t = self.tile;
+        let block_bytes = BLOCK / 4 * LINE;
+        // Codes, their scale, and what sums begin with.
+        let scale_at = S::SPAN * BLOCK;
+        let input = scale_at + 8;
+        let row = if S::SPAN > 1 { input.next_multiple_of(LINE) } else { input };
+        assert!(S::RECORD == 0 && S::OUTPUTS);
+        assert!(t.unit == 1 && t.line_skip == 0 && t.input_span == S::SPAN);
+        let scales = t.outputs_at + PANEL * 4;
+        t.check(R, P, block_bytes, Reads { line_step: LINE, scales, input: row });
+        for tile in 0..t.row_tiles {
+            let first = tile * R;
+            let out = t.out.as_mut_ptr().wrapping_add(first * t.out_stride);
+            let mut line = t.weights.as_ptr();
+            let mut x = t.inputs.as_ptr().wrapping_add(first * row);
+            for block in (0..t.blocks).step_by(S::SPAN) {
+                let steps = S::SPAN.min(t.blocks - block) * (BLOCK / 4 / STEP);
+                let mut sums = [[isa.splat(0); P]; R];
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    // SAFETY: what the sums of row `r` begin with: `check` saw all blocks of the inputs of all rows.
+                    *sums = [unsafe { isa.load_dword(x.wrapping_add(r * row + scale_at + 4)) }; P];
+                }
+                let at = LinesAt { line, stride: t.weight_stride, x, row, steps, hints: t.later.take_times(steps) };
+                // SAFETY: `check` saw the lines of these blocks of all panels, and the inputs of all rows.
+                unsafe { isa.dot_lines(&mut sums, at) };
+                // Totals are read when they are due: tiles that begin with them wait for them.
+                let (begun, ends) = (t.first_block + block > 0, t.last && block + S::SPAN >= t.blocks);
+                for p in 0..P {
+                    let outputs = t.width.saturating_sub(p * PANEL);
+                    for (r, sums) in sums.iter().enumerate() {
+                        let to = out.wrapping_add(r * t.out_stride + p * PANEL);
+                        // SAFETY: the scale of row `r`, as above; `check` saw that `width` outputs of all rows fit, and the scales of all panels.
+                        unsafe {
+                            let scale = isa.load_f32(x.wrapping_add(r * row + scale_at));
+                            let total = if begun { isa.load_first(to, outputs) } else { isa.zero() };
+                            let mut total = isa.mul_add(isa.to_f32(sums[p]), scale, total);
+                            if ends {
+                                total = isa.mul(total, isa.as_f32(isa.load(t.panel_at(p, t.outputs_at))));
+                            }
+                            isa.store_first(to, outputs, total);
+                        }
+                    }
+                }
+                line = line.wrapping_add(S::SPAN * block_bytes);
+                x = x.wrapping_add(t.input_stride);
+            }
         }
     }
 }
@@ -1157,6 +1210,13 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
             }
         } else {
             for tile in 0..self.tile.row_tiles {
+                if const { Self::SQUARE } && tile + 1 < self.tile.row_tiles {
+                    // What the next one begins with, which it would wait for.
+                    for r in 0..R {
+                        let next = self.tile.out.as_ptr().wrapping_add(((tile + 1) * R + r) * self.tile.out_stride);
+                        (0..P).for_each(|p| prefetch_now(next.wrapping_add(p * PANEL).cast()));
+                    }
+                }
                 let total = self.total_asked::<I, false>(isa, tile * R);
                 self.end(isa, tile * R, total);
             }
@@ -1284,6 +1344,9 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
         self.tile.end(isa, first, total, scaled::of_outputs(SCALED), Self::up::<I>());
     }
 
+    /// Whether it is one of six rows and four panels, at most, whose products are in assembly.
+    const SQUARE: bool = !STREAM && P == MOST_PANELS;
+
     /// What totals are multiplied with in the end.
     #[inline(always)]
     pub(crate) const fn up<I: Isa>() -> f32 {
@@ -1396,7 +1459,23 @@ impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: u
             for s in 0..BLOCK / span {
                 let mut sums = if record > 0 { [[isa.zero(); P]; R] } else { total };
                 let mut chains = [[[isa.zero(); 2]; P]; R];
-                for j in 0..span / per_operand / L::OPERANDS {
+                if const { Self::SQUARE } {
+                    assert!(number == 4 && L::OPERANDS == 1);
+                    let steps = span / per_operand / STEP;
+                    let hints = t.later.take_times(steps);
+                    let (x, row) = (x.wrapping_add(s * span * number), input_bytes);
+                    let at = LinesAt { line, stride: t.weight_stride, x, row, steps, hints };
+                    // SAFETY: the lines of these columns of all panels, and their inputs of all rows, in bounds as said above.
+                    unsafe {
+                        if L::BF16 {
+                            isa.mul_add_lines::<true, R, P>(&mut sums, at);
+                        } else {
+                            isa.mul_add_lines::<false, R, P>(&mut sums, at);
+                        }
+                    }
+                    line = line.wrapping_add(span / per_operand * LINE);
+                }
+                for j in 0..if const { Self::SQUARE } { 0 } else { span / per_operand / L::OPERANDS } {
                     if !STREAM && I::LARGE && j % scaled::ask_steps(SCALED) == 0 {
                         t.later.ask();
                     }

@@ -6,6 +6,7 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
 use super::{Bits, Grid, Isa, fp8_bits, largest8, least_sum8, load_points, ops, run_with, same_code, sum8, token};
+use crate::dots::LinesAt;
 use crate::lines::{Codes, Floats};
 use crate::tile::Tile;
 use crate::tiled::{Streamed, StreamedInts, TileProduct, TileUnit};
@@ -42,6 +43,16 @@ macro_rules! common {
         const LARGE: bool = true;
         const FP8_UP: f32 = FP8_UP;
         const FP8_NORMAL: bool = true;
+
+        #[inline(always)]
+        unsafe fn mul_add_lines<const PAIRS: bool, const R: usize, const P: usize>(
+            self,
+            sums: &mut [[__m512; P]; R],
+            at: LinesAt,
+        ) {
+            // SAFETY: `self` proves AVX-512 F; what is read is so by the caller's promise.
+            unsafe { if PAIRS { crate::dots::pairs::<R, P>(sums, at) } else { crate::dots::floats::<R, P>(sums, at) } }
+        }
 
         #[inline(always)]
         unsafe fn load(self, p: *const u8) -> __m512i {
@@ -495,15 +506,9 @@ macro_rules! bytes_by_vnni {
         }
 
         #[inline(always)]
-        unsafe fn dot_lines<const R: usize, const P: usize>(
-            self,
-            sums: &mut [[__m512i; P]; R],
-            lines: [*const u8; 2],
-            x: *const u8,
-            row_bytes: usize,
-        ) {
+        unsafe fn dot_lines<const R: usize, const P: usize>(self, sums: &mut [[__m512i; P]; R], at: LinesAt) {
             // SAFETY: `self` proves AVX-512 F and VNNI; what is read is so by the caller's promise.
-            unsafe { crate::dots::lines(sums, lines, x, row_bytes) }
+            unsafe { crate::dots::ints::<R, P>(sums, at) }
         }
 
         ops! {
