@@ -174,7 +174,7 @@ pub(crate) struct Hints {
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Level {
     /// Where many rows pass over the lines before: layers are up to 8 % faster so, though what is asked for is due only some microseconds later. On Zen 5,
-    /// any number of rows.
+    /// any number of rows. Not where products are in assembly on Intel ([`Later::take_times`]).
     First,
     /// Where there are fewer: with as many hints for less work, what is read now would wait for what the first level has for misses.
     #[default]
@@ -383,6 +383,22 @@ mod tests {
                 later.ask();
                 assert_eq!(asked(), lines.min(time * lines.div_ceil(times)), "{lengths:?}, {time} of {times}");
             }
+            assert!(later.is_done(), "{lengths:?} in {times}");
+        }
+    }
+
+    #[test]
+    fn loops_are_told_what_to_ask_for() {
+        let bytes = [0u8; 4096];
+        for (lengths, times) in [(&[1000, 64, 1][..], 4), (&[64, 4000], 7), (&[4000, 64], 7), (&[1], 3), (&[], 2)] {
+            let later = Later::default();
+            lengths.iter().for_each(|&n| later.add(bytes.as_ptr(), n));
+            later.spread(times, Level::First);
+            let most = later.ranges.iter().map(|range| range.get().1).max().unwrap_or(0);
+            let hints = later.take_times(times);
+            // All that the longest range has; a loop that asks as often asks for less than once more for each time beyond it.
+            assert_eq!(hints.each, most.div_ceil(times), "{lengths:?} in {times}");
+            assert!(most == 0 || hints.step == LINE && hints.at.addr() == bytes.as_ptr().addr() / LINE * LINE);
             assert!(later.is_done(), "{lengths:?} in {times}");
         }
     }

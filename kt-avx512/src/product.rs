@@ -189,10 +189,14 @@ const fn stream_panels<I: Isa, K: Path<I>>(rows: usize) -> usize {
 const ALONE_ROWS: usize = 3;
 
 impl<L: Codes, S: Scale, const XG: usize, const WG: usize> Ints<L, S, XG, WG> {
+    /// Whether the lines that so many rows pass over, if they do not stream, are operands, or became such before.
+    fn has_operands<I: Isa>(isa: I, rows: usize) -> bool {
+        L::OPERANDS == 1 || <Self as Path<I>>::unpacked(isa, rows)
+    }
+
     /// Whether tiles of so many rows in all over cached lines are [square].
     fn is_square<I: Isa>(isa: I, rows: usize) -> bool {
-        let operands = || L::OPERANDS == 1 || <Self as Path<I>>::unpacked(isa, rows);
-        <Self as Path<I>>::ON_TILES && taller(isa) && operands()
+        <Self as Path<I>>::ON_TILES && taller(isa) && Self::has_operands(isa, rows)
     }
 }
 
@@ -219,7 +223,7 @@ const fn cached_panels<I: Isa>() -> usize {
 }
 
 /// Whether tiles over cached lines have four panels and up to six rows, and their products are in assembly: where loads take the place of products, such tiles have the fewest of them. Those of
-/// numbers, and of integers whose sums are scaled after a block or more.
+/// numbers, and of symmetric integers with one scale an output.
 fn square<I: Isa>(isa: I) -> bool {
     I::LARGE && !I::TILES && isa.ports() == Ports::Shared
 }
@@ -247,8 +251,8 @@ const fn looks_up_in_tile<I: Isa, L: Codes, S: Scale>() -> bool {
     I::LARGE && I::VNNI && nibbles && !L::NIBBLES && !words_of_type::<I, S>() && (I::VBMI || !S::POWERS)
 }
 
-/// From how many rows on nibbles are unpacked for [taller] tiles: what is unpacked comes from farther away, with no products beside it. The second: where products then are
-/// [in assembly](in_assembly).
+/// From how many rows on nibbles are unpacked for [taller] tiles: what is unpacked comes from farther away, with no products beside it. The second: where tiles then are
+/// [square].
 const UNPACKED_NIBBLES: [usize; 2] = [48, 24];
 
 /// From how many rows on nibbles whose groups have zero points are unpacked, with these, where two products begin in a cycle: an addition more for each line is not
@@ -328,11 +332,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         } else if !I::LARGE && L::SPAN == 0 && size_of::<I::Wide>() > LINE {
             // Magnitudes and signs of codes, two of the 16 registers each.
             4
-        } else if taller(isa)
-            && WG <= XG
-            && !Self::is_square(isa, rows)
-            && (L::OPERANDS == 1 || <Self as Path<I>>::unpacked(isa, rows))
-        {
+        } else if taller(isa) && WG <= XG && !<Self as Path<I>>::ON_TILES && Self::has_operands(isa, rows) {
             // As many sums and totals go with two lines and an input into 32 registers, unless sums of several groups come in between.
             7
         } else {
@@ -496,24 +496,18 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Numbers<L, SCALED> {
                 unreachable!("any number of these rows streams");
             }
         } else if const { I::LARGE && !I::TILES } && square(isa) {
+            macro_rules! square {
+                ($lines:ty) => {{
+                    let kind = PhantomData;
+                    rows!(r, [4, 5, 6], isa.run(FloatTile::<$lines, SCALED, false, R, { MOST_PANELS }> { tile, kind }))
+                }};
+            }
             if const { widens::<I, L>() } {
-                rows!(
-                    r,
-                    [4, 5, 6],
-                    isa.run(FloatTile::<L, SCALED, false, R, { MOST_PANELS }> { tile, kind: PhantomData })
-                )
+                square!(L)
             } else if const { <Self as Path<I>>::WIDENED > 1 } {
-                rows!(
-                    r,
-                    [4, 5, 6],
-                    isa.run(FloatTile::<F32Lines, SCALED, false, R, { MOST_PANELS }> { tile, kind: PhantomData })
-                )
+                square!(F32Lines)
             } else {
-                rows!(
-                    r,
-                    [4, 5, 6],
-                    isa.run(FloatTile::<L::Unpacked, SCALED, false, R, { MOST_PANELS }> { tile, kind: PhantomData })
-                )
+                square!(L::Unpacked)
             }
         } else if const { I::LARGE && widens::<I, L>() } {
             let kind = PhantomData;

@@ -91,7 +91,7 @@ pub struct Tile<'a> {
 
 /// Lines of a panel after which those that come later are asked for anew, in loops over so many lines that this costs nothing: all of a block at once are too many for
 /// what a first-level cache has for misses.
-const ASK_STEPS: usize = 8;
+const ASK_STEPS: usize = STEP;
 
 /// How many times integers do that with each block. Those with scales of groups with each scale of the inputs. Where registers are few, once: hints inside of the loops cost
 /// them (`PERFORMANCE.md`).
