@@ -301,6 +301,7 @@ mod tests {
             sums: 0x30000 as *mut u8,
             sums_stride: 128,
             asked: std::ptr::null(),
+            asked_rows: 0,
             asked_lines: 0,
         };
         let of = Touched::of(&p);

@@ -110,7 +110,10 @@ struct Call {
     /// Blocks that are left.
     blocks_left: usize,
     asked: *const Asked,
+    asked_rows: usize,
     asked_lines: usize,
+    /// Rows that are left to ask for.
+    asked_left: usize,
     /// Of a block.
     steps: usize,
     /// From the end of a block of a row to the next one.
@@ -143,7 +146,9 @@ macro_rules! tiles {
             blocks: $p.blocks,
             blocks_left: $p.blocks,
             asked: $p.asked,
+            asked_rows: $p.asked_rows,
             asked_lines: $p.asked_lines,
+            asked_left: 0,
             steps: $p.steps,
             skip: $p.block_stride.wrapping_sub($p.steps * LINE),
             line_skip: $p.line_skip,
@@ -186,10 +191,13 @@ macro_rules! tiles {
                 "mov {half}, qword ptr [{call} + {ASKED}]",
                 "mov {at}, qword ptr [{half}]",
                 "mov {stride}, qword ptr [{half} + 8]",
-                "add qword ptr [{call} + {ASKED}], 16",
+                "add qword ptr [{call} + {ASKED}], {ASKED_SIZE}",
                 "mov {steps}, qword ptr [{call} + {STEPS}]",
                 "4:",
                 $($load, $(concat!("tdpbf16ps ", $operands),)* $(concat!("tilezero ", $spent),)*)*
+                "mov {half}, qword ptr [{call} + {ASKED_ROWS}]",
+                "mov qword ptr [{call} + {ASKED_LEFT}], {half}",
+                "7:",
                 "mov {half}, qword ptr [{call} + {ASKED_LINES}]",
                 "test {half}, {half}",
                 "jz 6f",
@@ -198,6 +206,10 @@ macro_rules! tiles {
                 "add {at}, {stride}",
                 "dec {half}",
                 "jnz 5b",
+                "mov {half}, qword ptr [{call} + {ASKED}]",
+                "add {at}, qword ptr [{half} - 8]",
+                "dec qword ptr [{call} + {ASKED_LEFT}]",
+                "jnz 7b",
                 "6:",
                 "add {a0}, {LINE}",
                 "add {a1}, {LINE}",
@@ -250,6 +262,9 @@ macro_rules! tiles {
                 SUMS_STRIDE = const offset_of!(Call, sums_stride),
                 BLOCKS = const offset_of!(Call, blocks),
                 ASKED = const offset_of!(Call, asked),
+                ASKED_SIZE = const size_of::<Asked>(),
+                ASKED_ROWS = const offset_of!(Call, asked_rows),
+                ASKED_LEFT = const offset_of!(Call, asked_left),
                 ASKED_LINES = const offset_of!(Call, asked_lines),
                 SKIP = const offset_of!(Call, skip),
                 LINE_SKIP = const offset_of!(Call, line_skip),
@@ -301,7 +316,9 @@ macro_rules! multiply {
     };
 }
 
-const _: () = assert!(size_of::<Asked>() == 16 && offset_of!(Asked, step) == 8 && TILE_ROWS == 1 << 4);
+const _: () = assert!(
+    size_of::<Asked>() == 24 && offset_of!(Asked, step) == 8 && offset_of!(Asked, next) == 16 && TILE_ROWS == 1 << 4
+);
 const _: () = assert!(TILE_PANELS == 2, "the assembly has these numbers");
 
 // SAFETY: `detect` has seen the instructions; the assembly touches the rows, lines and sums of the steps that it counts.

@@ -13,6 +13,7 @@
 //! | AMD Zen 3 | integers and bundles; several panels, part of a bundle, or five rows and more | to the second level | 8 KiB |
 //! | AMD Zen 3 | other panels, one at a time, up to four rows | to the first level, past the others | 4 KiB |
 //! | Intel, by Xeons with AMX (the 6 KiB by one of two) | any | to the second level, then to the first | 8 KiB, then 6 KiB |
+//! | a tile unit (AMX) | more than eight rows of floats | by turns, of all that comes next ([`Later::spread_by_turns`]); then to the first level | 3 KiB |
 //! | others | with AVX-512 as Zen 4, else as Zen 3; not measured | | |
 //!
 //! Lines that steps share have two hints each and no branch (`Ahead::ask_at`): for those on Zen 5 the first level is not past the others.
@@ -67,10 +68,14 @@ enum To {
     First,
     /// The second level, and the first one when they are due [`NEAR`] bytes later.
     Both,
+    /// The first level, [`DUE`] bytes before they are due: they are in the second.
+    Due,
 }
 
 /// See [`To::Both`]; over all panels of a tile.
 const NEAR: usize = 6 << 10;
+/// See [`To::Due`]; over all panels of a tile.
+const DUE: usize = 3 << 10;
 
 /// How a tile asks for lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,6 +89,9 @@ pub struct Ahead {
 impl Ahead {
     /// For lines that are in the cache.
     pub(crate) const NONE: Ahead = Ahead { to: To::Second, bytes: 0 };
+
+    /// For lines that are in the second level.
+    pub(crate) const DUE: Ahead = Ahead { to: To::Due, bytes: 0 };
 
     /// For tiles of so many rows and panels, of `integers` or other numbers, where so many panels take turns.
     pub(crate) fn of(rows: usize, panels: usize, integers: bool, bundle: usize) -> Ahead {
@@ -118,6 +126,8 @@ impl Ahead {
         let p = line.wrapping_add(ahead);
         if self.to == To::Second {
             prefetch_later(p);
+        } else if self.to == To::Due {
+            prefetch_now(line.wrapping_add(DUE / panels));
         } else if self.to == To::First {
             prefetch_past(p);
         } else {
@@ -133,6 +143,7 @@ impl Ahead {
         match self.to {
             To::Second => [ahead, 0],
             To::First => [0, ahead],
+            To::Due => [0, DUE / panels],
             To::Both => [ahead, NEAR / panels],
         }
     }
@@ -149,25 +160,60 @@ impl Ahead {
 /// other.
 #[derive(Default)]
 pub struct Later {
-    /// Where each range of lines begins, how many lines it has, and how many lines one is from the next.
-    ranges: [Cell<(usize, usize, usize)>; RANGES],
+    ranges: [Cell<Range>; RANGES],
     /// How many of them there are, and which is next.
     len: Cell<usize>,
     next: Cell<usize>,
-    /// Lines to ask for at a time, and where to.
+    /// Lines of a row, how many rows go at a time, and where to.
     each: Cell<usize>,
+    rows: Cell<usize>,
     to: Cell<Level>,
 }
 
-/// Lines for a loop to ask for, to the second level.
+/// Lines to ask for, in rows. Numbers are of lines.
+#[derive(Debug, Default, Clone, Copy)]
+struct Range {
+    /// The first one of the next row.
+    first: usize,
+    /// Rows that are left; lines, before they are [spread](Later::spread).
+    rows: usize,
+    /// From one line of a row to the next.
+    step: usize,
+    /// From the first one of a row to that of the next.
+    next: usize,
+}
+
+/// Rows of lines to ask for.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Hints {
-    /// The first one.
+pub(crate) struct Rows {
+    /// The first line.
     pub(crate) at: *const u8,
-    /// Bytes from one to the next.
+    pub(crate) rows: usize,
+    /// Lines of a row.
+    pub(crate) lines: usize,
+    /// Bytes from one line of a row to the next.
     pub(crate) step: usize,
-    /// How many each time.
-    pub(crate) each: usize,
+    /// Bytes from the first line of a row to that of the next.
+    pub(crate) next: usize,
+}
+
+impl Rows {
+    /// None.
+    const NONE: Rows = Rows { at: std::ptr::null(), rows: 0, lines: 0, step: 0, next: 0 };
+
+    /// Asks for them.
+    #[inline(always)]
+    pub(crate) fn ask(self, to: Level) {
+        for row in 0..self.rows {
+            for line in 0..self.lines {
+                let at = self.at.wrapping_add(row * self.next + line * self.step);
+                match to {
+                    Level::First => prefetch_now(at),
+                    Level::Second => prefetch_later(at),
+                }
+            }
+        }
+    }
 }
 
 /// Where lines are asked for to.
@@ -199,6 +245,9 @@ impl Level {
     }
 }
 
+/// Most lines of a row where they are of parts of a range ([`Later::spread_by_turns`]).
+const STREAMS: usize = 8;
+
 /// Panels, and inputs.
 const RANGES: usize = MOST_PANELS + 1;
 
@@ -217,34 +266,66 @@ impl Later {
 
     /// Adds `bytes` in lines that are `step` bytes apart, from the beginning of one if that is more than a line.
     pub(crate) fn add_lines(&self, at: *const u8, bytes: usize, step: usize) {
-        if bytes > 0 {
-            let first = at.addr() / LINE;
-            let lines = (at.addr() % LINE + bytes).div_ceil(LINE);
-            self.ranges[self.len.get()].set((first, lines, step / LINE));
+        if bytes == 0 {
+            return;
+        }
+        let (first, step) = (at.addr() / LINE, step / LINE);
+        let lines = (at.addr() % LINE + bytes).div_ceil(LINE);
+        // Lines that go on where the last ones end are of the same range.
+        if let Some(last) = self.len.get().checked_sub(1).map(|last| &self.ranges[last])
+            && let range = last.get()
+            && range.step == step
+            && range.first + range.rows * step == first
+        {
+            last.set(Range { rows: range.rows + lines, ..range });
+        } else {
+            self.ranges[self.len.get()].set(Range { first, rows: lines, step, next: 0 });
             self.len.set(self.len.get() + 1);
         }
     }
 
-    /// Sets how many lines go each time, for all to be asked for in `times`, and where to.
+    /// Has all be asked for in so many `times`, and where to: in the order of addresses.
     pub(crate) fn spread(&self, times: usize, to: Level) {
-        let lines: usize = self.ranges[..self.len.get()].iter().map(|range| range.get().1).sum();
-        self.each.set(lines.div_ceil(times));
+        self.cut(times, 1, false);
         self.to.set(to);
+    }
+
+    /// Has all be asked for in so many `times`, to the second level. Each range is cut into up to [`STREAMS`] parts, which take turns: what follows a line the
+    /// hardware fetches meanwhile, so that no hint has to wait for memory, in the place of what a tile unit reads from the second level (`kt-amx/PERFORMANCE.md`).
+    pub(crate) fn spread_by_turns(&self, times: usize) {
+        let lines: usize = self.ranges[..self.len.get()].iter().map(|range| range.get().rows).sum();
+        self.cut(times, lines.div_ceil(times).div_ceil(STREAMS).max(1), true);
+        self.to.set(Level::Second);
+    }
+
+    /// Cuts all ranges into rows, of which so many go each time: of lines that follow each other, or of one line of each part.
+    fn cut(&self, times: usize, rows: usize, by_turns: bool) {
+        let ranges = &self.ranges[..self.len.get()];
+        // A row is of one range.
+        let rows = rows.max(ranges.len().div_ceil(times));
+        let mut each = ranges.iter().map(|range| range.get().rows).sum::<usize>().div_ceil(times * rows);
+        // Of each range the last row may be less than whole.
+        while ranges.iter().map(|range| range.get().rows.div_ceil(each)).sum::<usize>() > times * rows {
+            each += 1;
+        }
+        for range in ranges {
+            let Range { first, rows: lines, step, .. } = range.get();
+            let rows = lines.div_ceil(each);
+            // Parts are an odd number of lines, so that lines of a row are of many sets of a cache.
+            let (step, next) = if by_turns { ((rows | 1) * step, step) } else { (step, each * step) };
+            range.set(Range { first, rows, step, next });
+        }
+        self.each.set(each);
+        self.rows.set(rows);
     }
 
     /// Asks for those whose turn it is.
     #[inline(always)]
     pub(crate) fn ask(&self) {
-        let (mut left, to) = (self.each.get(), self.to.get());
-        while let Some((at, lines, step)) = self.take(left) {
-            for line in 0..lines {
-                let at = at.wrapping_add(line * step);
-                match to {
-                    Level::First => prefetch_now(at),
-                    Level::Second => prefetch_later(at),
-                }
-            }
-            left -= lines;
+        let mut left = self.rows.get();
+        while let Some(rows) = self.take(left) {
+            rows.ask(self.to.get());
+            left -= rows.rows;
         }
     }
 
@@ -253,44 +334,46 @@ impl Later {
         self.next.get() >= self.len.get()
     }
 
-    /// How many go each time.
+    /// How many lines a row has.
     #[inline(always)]
     pub(crate) fn each(&self) -> usize {
         self.each.get()
     }
 
-    /// Takes what goes so many times, for a loop to ask for. What does not go on for as long is asked for now.
+    /// How many rows go each time.
     #[inline(always)]
-    pub(crate) fn take_times(&self, times: usize) -> Hints {
-        let mut left = self.each.get() * times;
-        let (mut hints, mut most) = (Hints { at: std::ptr::null(), step: 0, each: 0 }, 0);
-        while let Some((at, lines, step)) = self.take(left) {
-            left -= lines;
-            let (now, now_step, now_lines) =
-                if lines > most { (hints.at, hints.step, most) } else { (at, step, lines) };
-            (0..now_lines).for_each(|line| prefetch_later(now.wrapping_add(line * now_step)));
-            if lines > most {
-                (hints, most) = (Hints { at, step, each: lines.div_ceil(times) }, lines);
-            }
-        }
-        hints
+    pub(crate) fn rows(&self) -> usize {
+        self.rows.get()
     }
 
-    /// Takes up to `most` lines that are equally far apart, for the caller to ask for: the first one, how many there are, and bytes from one to the
-    /// next. None where `most` is 0 or nothing is left.
+    /// Takes what goes so many times in the order of addresses, for a loop to ask for. What does not go on for as long is asked for now.
     #[inline(always)]
-    pub(crate) fn take(&self, most: usize) -> Option<(*const u8, usize, usize)> {
-        if most == 0 || self.next.get() >= self.len.get() {
+    pub(crate) fn take_times(&self, times: usize) -> Rows {
+        let (mut left, mut longest) = (times * self.rows.get(), Rows::NONE);
+        while let Some(rows) = self.take(left) {
+            left -= rows.rows;
+            let now = if rows.rows > longest.rows { std::mem::replace(&mut longest, rows) } else { rows };
+            now.ask(Level::Second);
+        }
+        longest
+    }
+
+    /// Takes up to `most` rows of a range, for the caller to ask for; none where `most` is 0 or nothing is left.
+    #[inline(always)]
+    pub(crate) fn take(&self, most: usize) -> Option<Rows> {
+        if most == 0 || self.is_done() {
             return None;
         }
-        let range = &self.ranges[self.next.get()];
-        let (first, lines, step) = range.get();
-        let now = most.min(lines);
-        range.set((first + now * step, lines - now, step));
-        if now == lines {
+        let cell = &self.ranges[self.next.get()];
+        let range = cell.get();
+        let rows = most.min(range.rows);
+        if rows == range.rows {
             self.next.set(self.next.get() + 1);
+        } else {
+            cell.set(Range { first: range.first + rows * range.next, rows: range.rows - rows, ..range });
         }
-        Some((std::ptr::without_provenance(first * LINE), now, step * LINE))
+        let at = std::ptr::without_provenance(range.first * LINE);
+        Some(Rows { at, rows, lines: self.each.get(), step: range.step * LINE, next: range.next * LINE })
     }
 }
 
@@ -370,36 +453,118 @@ mod tests {
         }
     }
 
+    /// Ranges of lines, in bytes, and how many times there are to ask for them; and all of their lines, of memory that begins so.
+    const RANGES_IN_TIMES: [(&[usize], usize); 8] = [
+        (&[4000, 64, 1, 0], 8),
+        (&[64, 4000], 7),
+        (&[4000, 64], 7),
+        (&[1], 3),
+        (&[], 2),
+        (&[700, 1000], 100),
+        (&[9000], 2),
+        (&[100, 300, 200], 2),
+    ];
+
+    fn later_of(lengths: &[usize]) -> (Later, Vec<usize>) {
+        let (later, mut lines) = (Later::default(), Vec::new());
+        for (i, &bytes) in lengths.iter().enumerate() {
+            let first = 1000 * (i + 1);
+            later.add(std::ptr::without_provenance(first * LINE), bytes);
+            lines.extend(first..first + bytes.div_ceil(LINE));
+        }
+        (later, lines)
+    }
+
+    /// The lines of rows.
+    fn lines_of(rows: Rows) -> impl Iterator<Item = usize> {
+        let at = move |row: usize, line: usize| (rows.at.addr() + row * rows.next + line * rows.step) / LINE;
+        (0..rows.rows).flat_map(move |row| (0..rows.lines).map(move |line| at(row, line)))
+    }
+
     #[test]
     fn what_comes_later_is_asked_for_in_so_many_times() {
-        let bytes = [0u8; 1000];
-        for (lengths, times) in [(&[1000, 64, 1, 0][..], 4), (&[1], 3), (&[], 2), (&[700, 1000], 100)] {
-            let later = Later::default();
-            lengths.iter().for_each(|&n| later.add(bytes.as_ptr(), n));
+        for (lengths, times) in RANGES_IN_TIMES {
+            let (later, lines) = later_of(lengths);
             later.spread(times, Level::First);
-            let lines: usize = later.ranges.iter().map(|range| range.get().1).sum();
-            let asked = || lines - later.ranges.iter().map(|range| range.get().1).sum::<usize>();
-            for time in 1..=times {
-                later.ask();
-                assert_eq!(asked(), lines.min(time * lines.div_ceil(times)), "{lengths:?}, {time} of {times}");
+            let mut asked = Vec::new();
+            for _ in 0..times {
+                let mut left = later.rows();
+                while let Some(rows) = later.take(left) {
+                    asked.extend(lines_of(rows));
+                    left -= rows.rows;
+                }
             }
             assert!(later.is_done(), "{lengths:?} in {times}");
+            assert!(
+                asked.is_sorted() && lines.iter().all(|line| asked.contains(line)),
+                "{lengths:?} in {times}: {asked:?}"
+            );
+            // No more than fills the last row of each range.
+            assert!(asked.len() <= lines.len() + lengths.len() * later.each(), "{lengths:?} in {times}: {asked:?}");
         }
     }
 
     #[test]
-    fn loops_are_told_what_to_ask_for() {
-        let bytes = [0u8; 4096];
-        for (lengths, times) in [(&[1000, 64, 1][..], 4), (&[64, 4000], 7), (&[4000, 64], 7), (&[1], 3), (&[], 2)] {
-            let later = Later::default();
-            lengths.iter().for_each(|&n| later.add(bytes.as_ptr(), n));
-            later.spread(times, Level::First);
-            let most = later.ranges.iter().map(|range| range.get().1).max().unwrap_or(0);
-            let hints = later.take_times(times);
-            // All that the longest range has; a loop that asks as often asks for less than once more for each time beyond it.
-            assert_eq!(hints.each, most.div_ceil(times), "{lengths:?} in {times}");
-            assert!(most == 0 || hints.step == LINE && hints.at.addr() == bytes.as_ptr().addr() / LINE * LINE);
+    fn what_goes_by_turns_is_asked_for_in_several_places() {
+        for (lengths, times) in RANGES_IN_TIMES {
+            let (later, lines) = later_of(lengths);
+            later.spread_by_turns(times);
+            let (rows, each) = (later.rows(), later.each());
+            assert!(
+                lines.is_empty() || rows > 0 && each.div_ceil(STREAMS) == 1 || lengths.len() > times,
+                "{rows} of {each}"
+            );
+            let mut asked = Vec::new();
+            for _ in 0..times {
+                let mut left = rows;
+                while let Some(some) = later.take(left) {
+                    assert!(some.lines == 1 || some.step / LINE % 2 == 1, "{some:?}");
+                    asked.extend(lines_of(some));
+                    left -= some.rows;
+                }
+            }
             assert!(later.is_done(), "{lengths:?} in {times}");
+            asked.sort_unstable();
+            let missing = lines.iter().filter(|line| !asked.contains(line)).count();
+            assert!(missing <= lengths.len() * each, "{lengths:?} in {times}: {missing} are missing");
+            asked.dedup();
+            assert!(asked.len() <= lines.len() + lengths.len() * each, "{lengths:?} in {times}");
+        }
+    }
+
+    #[test]
+    fn ranges_that_follow_each_other_are_one() {
+        let later = Later::default();
+        let at = |line: usize| std::ptr::without_provenance(line * LINE);
+        later.add(at(100), 10 * LINE);
+        later.add(at(110), LINE + 1);
+        later.add(at(113), LINE);
+        later.add_lines(at(114), 2 * LINE, 4 * LINE);
+        later.add_lines(at(122), LINE, 4 * LINE);
+        later.spread(1000, Level::First);
+        let mut asked = Vec::new();
+        while let Some(rows) = later.take(usize::MAX) {
+            asked.push(lines_of(rows).collect::<Vec<_>>());
+        }
+        assert_eq!(asked, [(100..112).collect(), vec![113], vec![114, 118, 122]]);
+    }
+
+    #[test]
+    fn loops_are_told_what_to_ask_for() {
+        for (lengths, times) in RANGES_IN_TIMES {
+            let (later, lines) = later_of(lengths);
+            later.spread(times, Level::First);
+            let hints = later.take_times(times);
+            assert!(later.is_done(), "{lengths:?} in {times}");
+            // The longest range, in the order of addresses.
+            let longest = lengths.iter().max().map_or(0, |&bytes| bytes.div_ceil(LINE));
+            assert_eq!(
+                hints.rows * hints.lines,
+                longest.next_multiple_of(hints.lines.max(1)),
+                "{lengths:?} in {times}"
+            );
+            assert!(hints.next == hints.lines * hints.step && (lines.is_empty() || hints.step == LINE));
+            assert!(lines_of(hints).is_sorted());
         }
     }
 

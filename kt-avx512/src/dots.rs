@@ -5,7 +5,7 @@
 
 use std::arch::x86_64::{__m512, __m512i, _mm512_set1_epi32};
 
-use crate::ahead::Hints;
+use crate::ahead::Rows;
 
 /// Lines of a panel that are unrolled, after which some of those that come later are asked for.
 pub(crate) const STEP: usize = 8;
@@ -89,7 +89,7 @@ macro_rules! lines {
             line = inout(reg) $at.line => _, stride = in(reg) $at.stride, three = in(reg) 3 * $at.stride,
             x = inout(reg) $at.x => _, x1 = inout(reg) $at.x.wrapping_add($at.row) => _, row = in(reg) $at.row,
             n = inout(reg) $at.steps => _, i = out(reg) _,
-            ask = inout(reg) $at.hints.at => _, step = in(reg) $at.hints.step, each = in(reg) $at.hints.each,
+            ask = inout(reg) $at.hints.at => _, step = in(reg) $at.hints.step, each = in(reg) $at.hints.lines,
             $(inout($reg) $sums[$i][$p],)*
             out("zmm24") _, out("zmm25") _, out("zmm26") _, out("zmm27") _, out("zmm28") _, out("zmm29") _, out("zmm30") _,
             in("zmm31") _mm512_set1_epi32(0xffff_0000_u32 as i32),
@@ -111,8 +111,8 @@ pub struct LinesAt {
     pub(crate) row: usize,
     /// Lines of a panel over [`STEP`], at least 1.
     pub(crate) steps: usize,
-    /// What to ask for meanwhile.
-    pub(crate) hints: Hints,
+    /// What to ask for meanwhile, a row with each step, in the order of addresses.
+    pub(crate) hints: Rows,
 }
 
 /// Defines a function.

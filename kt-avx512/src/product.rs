@@ -22,7 +22,7 @@ use crate::lines::{
     Nibbles, NoScale, Scale, Scales, Unpack, Widen, WidenFloats,
 };
 use crate::tile::{FloatTile, IntTile, SquareTile, Tile, int_asks, one_stream, scaled, scaled_blocks};
-use crate::tiled::{self, MOST_ROWS, PIECE, STREAM_ROWS, SUMS_SIZE, TILE_ROWS, stream_size};
+use crate::tiled::{self, BLOCK_STEPS, MOST_ROWS, PIECE, STREAM_ROWS, SUMS_SIZE, TILE_ROWS, stream_size};
 use crate::words::{
     self, CHUNK_BLOCKS, Kind, Prepare, PrepareSupers, WORD_ROWS, chunk_bytes, scales_bytes, supers_bytes,
 };
@@ -37,6 +37,9 @@ const FEW: usize = 8 << 10;
 /// The most rows for which blocks in place become products without lines: for each, sums are transposed, where codes would be once.
 const DIRECT_ROWS: usize = 2;
 
+/// Rows up to which floats that stream on tiles are asked for in the order of addresses. Of more, what products read from the second level would wait for hints that
+/// wait for memory (`kt-amx/PERFORMANCE.md`).
+const IN_ORDER_ROWS: usize = 8;
 /// Bytes of the next inputs that are asked for at once when few rows stream: as much as they are, if they are few as well.
 const AT_ONCE: usize = 8 << 10;
 
@@ -824,6 +827,11 @@ impl Product<'_> {
             sums: &mut [],
             last: start + blocks == layout.blocks,
         };
+        // What of the next inputs is asked for beside so many panels.
+        let part_of_next = |done: usize, panels: usize| {
+            let part = |done: usize| next_inputs.len() * done.min(width) / width;
+            &next_inputs[part(done)..part(done + panels * PANEL)]
+        };
         let mut done = 0;
         let streams = const { K::STREAM_ROWS > 0 } && n <= isa.stream_rows(K::STREAM_ROWS);
         let on_tiles = !streams && (n <= TILE_ROWS || K::STREAMS_ANY_ROWS) && K::STREAMS_ON_TILES;
@@ -831,16 +839,17 @@ impl Product<'_> {
         if streams || on_tiles || twice {
             // Of many rows some at a time, as many each time.
             let passes = if on_tiles { n.div_ceil(STREAM_ROWS) } else { 1 + usize::from(twice) };
-            if on_tiles && n > TILE_ROWS {
-                // With each step of each tile of rows. A tile alone waits for memory as it is.
-                let passes = (0..passes).map(|pass| n * (pass + 1) / passes - n * pass / passes);
-                let row_tiles: usize = passes.map(|rows| rows.div_ceil(TILE_ROWS)).sum();
+            // How often there is something to ask for beside the products of a bundle on tiles, with each step of each tile of rows.
+            let passes_rows = (0..passes).map(|pass| n * (pass + 1) / passes - n * pass / passes);
+            let row_tiles: usize = passes_rows.map(|rows| rows.div_ceil(TILE_ROWS)).sum();
+            let times = row_tiles * layout.blocks * K::TILE_STEPS;
+            // Integers are asked for as they are due, four panels by turns.
+            let by_turns = on_tiles && !K::INTEGERS && n > IN_ORDER_ROWS;
+            if on_tiles && !by_turns && n > TILE_ROWS {
                 later.add(next_inputs.as_ptr(), next_inputs.len());
-                later.spread(
-                    width.div_ceil(K::TILE_PANELS * PANEL) * row_tiles * layout.blocks * K::TILE_STEPS,
-                    Level::Second,
-                );
-            } else {
+                later.spread(width.div_ceil(K::TILE_PANELS * PANEL) * times, Level::Second);
+            } else if !by_turns {
+                // A tile alone waits for memory as it is.
                 later.add(next_inputs.as_ptr(), next_inputs.len().min(AT_ONCE));
                 later.spread(1, Level::Second);
                 later.ask();
@@ -848,7 +857,7 @@ impl Product<'_> {
             let most = n.div_ceil(passes);
             let panels = if on_tiles { K::TILE_PANELS } else { K::stream_panels(isa, most) };
             let (lines_at, scales_at) = (layout.lines_at(0), scales_at(0));
-            let ahead = Ahead::of(most, panels, K::INTEGERS, layout.bundle);
+            let ahead = if by_turns { Ahead::DUE } else { Ahead::of(most, panels, K::INTEGERS, layout.bundle) };
             let mut rows = (inputs, input_stride, block_bytes);
             let mut sums: &mut [u8] = &mut [];
             if on_tiles {
@@ -865,6 +874,14 @@ impl Product<'_> {
             }
             while done < width {
                 let at = panel_at(done);
+                if by_turns {
+                    // The bundle that comes next, and part of the next inputs.
+                    later.clear();
+                    later.add(following(done + panels * PANEL).0, panels * layout.panel_bytes);
+                    let part = part_of_next(done, panels);
+                    later.add(part.as_ptr(), part.len());
+                    later.spread_by_turns(times);
+                }
                 for pass in 0..passes {
                     let (first, end) = (n * pass / passes, n * (pass + 1) / passes);
                     let tile = Tile {
@@ -980,12 +997,15 @@ impl Product<'_> {
                     }
                 }
                 if start == 0 {
-                    let part = |done: usize| next_inputs.len() * done.min(width) / width;
-                    let part = &next_inputs[part(done)..part(done + panels * PANEL)];
+                    let part = part_of_next(done, panels);
                     later.add(part.as_ptr(), part.len());
                 }
                 let asks = K::asks(isa, unpack || K::LIGHT);
-                later.spread(tiles * blocks * asks, Level::of(n, I::LARGE));
+                if I::TILES {
+                    later.spread_by_turns(tiles * blocks * BLOCK_STEPS);
+                } else {
+                    later.spread(tiles * blocks * asks, Level::of(n, I::LARGE));
+                }
                 let mut first = 0;
                 while first < n {
                     let (rows, row_tiles) = match larger * (rows + 1) {

@@ -25,7 +25,7 @@ use std::ops::Range;
 
 use kt_core::cpu::input::{BLOCK, WIDE};
 
-use crate::ahead::{Later, prefetch_later};
+use crate::ahead::{Later, Level, prefetch_later};
 use crate::isa::{Isa, Job};
 use crate::layout::{LINE, MOST_PANELS, PANEL};
 use crate::lines::{Codes, Floats};
@@ -74,14 +74,16 @@ pub(crate) const fn stream_size(rows: usize) -> usize {
     totals + if floats > ints { floats } else { ints }
 }
 
-/// Lines to be asked for during a block, as many with each step of it.
+/// Lines to be asked for during a block, as many rows of them with each step of it.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct Asked {
     /// The first one; any address will do.
     pub at: *const u8,
-    /// Bytes from one to the next.
+    /// Bytes from one of a row to the next.
     pub step: usize,
+    /// Bytes from where those of a row end to the first one of the next row.
+    pub next: usize,
 }
 
 /// What a tile unit multiplies: tiles of up to 32 input rows with two panels, steps of 32 BF16 numbers of a row.
@@ -120,7 +122,9 @@ pub struct TileProduct {
     pub sums_stride: usize,
     /// What to ask for, for each block of each tile of rows.
     pub asked: *const Asked,
-    /// How many lines with each step.
+    /// How many rows of lines with each step, and lines of each.
+    pub asked_rows: usize,
+    /// See above. 0: none.
     pub asked_lines: usize,
 }
 
@@ -189,7 +193,9 @@ pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, outputs: b
     let mut start = 0;
     while start < tile.blocks {
         let blocks = most.min(tile.blocks - start);
-        let (asked, asked_lines) = asked(tile.later, row_tiles * blocks, BLOCK_STEPS, tile.weights.as_ptr());
+        let (asked_rows, asked_lines) = (tile.later.rows(), tile.later.each());
+        let mut asked = [Asked { at: tile.weights.as_ptr(), step: 0, next: 0 }; MOST_ASKED];
+        ask_for(tile.later, BLOCK_STEPS * asked_rows, &mut asked[..row_tiles * blocks]);
         let begins = tile.first_block + start > 0;
         if begins && !in_place {
             for (r, sums) in sums.chunks_exact_mut(SUM_ROW).enumerate().take(all_rows) {
@@ -221,6 +227,7 @@ pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, outputs: b
             sums: to,
             sums_stride,
             asked: asked.as_ptr(),
+            asked_rows,
             asked_lines,
         };
         // SAFETY: the asserts above saw all blocks of all rows and of the lines of all panels, and the totals of all rows, whole ones where they
@@ -270,24 +277,21 @@ fn end_rows<I: Isa, const P: usize>(
     }
 }
 
-/// What of `later` is to be asked for with each of so many blocks, and how many lines with each step. What does not go into that is asked for now; where
-/// nothing is left, it is a line that is `here`, since a page that is not there would be looked for each time.
+/// Sets what of `later` is to be asked for with each block, so many rows of it. What does not go into that is asked for now; where nothing is left, it stays a line
+/// that is there, since a page that is not would be looked for each time.
 #[inline(always)]
-fn asked(later: &Later, blocks: usize, steps: usize, here: *const u8) -> ([Asked; MOST_ASKED], usize) {
-    let each = later.each().div_ceil(steps);
-    let mut asked = [Asked { at: here, step: 0 }; MOST_ASKED];
-    for asked in &mut asked[..blocks] {
-        let mut left = each * steps;
-        while let Some((at, lines, step)) = later.take(left) {
+fn ask_for(later: &Later, rows: usize, asked: &mut [Asked]) {
+    for asked in asked {
+        let mut left = rows;
+        while let Some(rows) = later.take(left) {
             if asked.step == 0 {
-                *asked = Asked { at, step };
+                *asked = Asked { at: rows.at, step: rows.step, next: rows.next.wrapping_sub(rows.lines * rows.step) };
             } else {
-                (0..lines).for_each(|line| prefetch_later(at.wrapping_add(line * step)));
+                rows.ask(Level::Second);
             }
-            left -= lines;
+            left -= rows.rows;
         }
     }
-    (asked, each)
 }
 
 /// Up to 128 rows x the `P` panels of a bundle whose lines come from memory, over all of K: [`FloatTile`] by a tile unit, with the same bits as

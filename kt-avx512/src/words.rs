@@ -23,7 +23,7 @@ use std::ops::Range;
 
 use kt_core::cpu::input::{BLOCK, InputLayout, Sums, WORD_ZERO, WORD_ZEROS};
 
-use crate::ahead::prefetch_now;
+use crate::ahead::{Level, Rows};
 use crate::isa::{Isa, Job};
 use crate::layout::{LINE, Layout, PANEL, SUPER, spread};
 use crate::lines::{Codes, NoScale, Scale, Scales, Unpack, of_group};
@@ -1175,7 +1175,7 @@ unsafe fn tall_of<const N: usize>(
     t.check_words(rows, block_bytes, chunks * chunk_bytes, row_bytes);
     let masks = t.masks();
     let of_both = |at: *const u8, stride: usize| [at, at.wrapping_add(stride)];
-    let (last_scale, asks) = ((BLOCK / 32 - 1) * 4, t.later.each());
+    let last_scale = (BLOCK / 32 - 1) * 4;
     // SAFETY: the last units of both panels.
     let units = of_both(t.panel[(chunks - 1) * chunk_bytes..].as_ptr(), t.panel_stride)
         .map(|at| unsafe { _mm512_loadu_ps(at.cast()) });
@@ -1206,14 +1206,15 @@ unsafe fn tall_of<const N: usize>(
             around.totals = [_mm512_setzero_ps(); N];
         }
         // What comes later is asked for with each block, from the second one on; where a range of it ends meanwhile, a few lines beyond that, too.
-        let mut left = asks * t.blocks;
+        let mut left = t.blocks * t.later.rows();
         around.asks = 0;
-        while let Some((at, lines, step)) = t.later.take(left) {
-            left -= lines;
-            let now = if around.asks > 0 { lines } else { lines.min(asks) };
-            (0..now).for_each(|line| prefetch_now(at.wrapping_add(line * step)));
-            if lines > now {
-                (around.ask, around.ask_step, around.asks) = (at.wrapping_add(now * step), step, asks);
+        while let Some(rows) = t.later.take(left) {
+            left -= rows.rows;
+            let now = if around.asks > 0 { rows } else { Rows { rows: 1, ..rows } };
+            now.ask(Level::First);
+            if rows.rows > now.rows {
+                around.ask = rows.at.wrapping_add(rows.next);
+                (around.ask_step, around.asks) = (rows.step, rows.lines);
             }
         }
         if matches!(kind.words, Words::Made { .. }) {
