@@ -839,12 +839,10 @@ impl Product<'_> {
         if streams || on_tiles || twice {
             // Of many rows some at a time, as many each time.
             let passes = if on_tiles { n.div_ceil(STREAM_ROWS) } else { 1 + usize::from(twice) };
-            // How often there is something to ask for beside the products of a bundle on tiles: with each step of each tile of rows.
-            let mut times = 0;
-            if on_tiles {
-                let passes = (0..passes).map(|pass| n * (pass + 1) / passes - n * pass / passes);
-                times = passes.map(|rows| rows.div_ceil(TILE_ROWS)).sum::<usize>() * layout.blocks * K::TILE_STEPS;
-            }
+            // How often there is something to ask for beside the products of a bundle on tiles, with each step of each tile of rows.
+            let passes_rows = (0..passes).map(|pass| n * (pass + 1) / passes - n * pass / passes);
+            let row_tiles: usize = passes_rows.map(|rows| rows.div_ceil(TILE_ROWS)).sum();
+            let times = row_tiles * layout.blocks * K::TILE_STEPS;
             // Integers are asked for as they are due, four panels by turns.
             let by_turns = on_tiles && !K::INTEGERS && n > IN_ORDER_ROWS;
             if on_tiles && !by_turns && n > TILE_ROWS {
