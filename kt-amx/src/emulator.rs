@@ -39,6 +39,8 @@ struct Touched {
     from_stride: usize,
     sums: usize,
     sums_stride: usize,
+    /// Whether later parts begin with the sums of those before.
+    in_parts: bool,
 }
 
 impl Touched {
@@ -57,6 +59,7 @@ impl Touched {
             from_stride: p.from_stride,
             sums: p.sums.addr(),
             sums_stride: p.sums_stride,
+            in_parts: p.part < p.blocks,
         }
     }
 
@@ -67,7 +70,7 @@ impl Touched {
 
     /// Whether it is within what they begin with.
     fn beginning(&self, at: usize, bytes: usize) -> bool {
-        self.from > 0 && self.rows_of(self.from, self.from_stride, at, bytes)
+        self.from > 0 && self.rows_of(self.from, self.from_stride, at, bytes) || self.in_parts && self.sum(at, bytes)
     }
 
     /// Whether it is within the numbers of both panels of a row that is there.
@@ -290,6 +293,7 @@ mod tests {
             rows: 17,
             row_tiles: 1,
             blocks: 2,
+            part: 2,
             inputs: 0x10000 as *const u8,
             row_stride: 320,
             block_stride: 0x4000,

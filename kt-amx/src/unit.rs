@@ -91,11 +91,17 @@ impl Config {
 #[repr(C)]
 struct Call {
     config: Config,
+    /// Tiles of rows that are left in the part, and all of them.
     row_tiles: usize,
+    all_row_tiles: usize,
     /// Of the next tile of rows, and from one to the next.
     inputs: *const u8,
     inputs_step: usize,
+    /// Where the part begins in the inputs and lines, and from one part to the next.
+    part_inputs: *const u8,
+    part_inputs_step: usize,
     lines: *const u8,
+    lines_step: usize,
     panel_stride: usize,
     /// Where sums of the next tile of rows begin and what they begin with, and from one tile to the next.
     from: *const u8,
@@ -103,12 +109,15 @@ struct Call {
     from_step: usize,
     next_sums: *mut u8,
     sums_step: usize,
+    /// The first of all.
+    first_sums: *mut u8,
     /// Where the next sums go.
     sums: *mut u8,
     sums_stride: usize,
+    /// Blocks of the part, those that are left of them, and those of later parts.
     blocks: usize,
-    /// Blocks that are left.
     blocks_left: usize,
+    blocks_later: usize,
     asked: *const Asked,
     asked_rows: usize,
     asked_lines: usize,
@@ -132,19 +141,25 @@ macro_rules! tiles {
         let mut call = Call {
             config: Config::new($p.rows),
             row_tiles: $p.row_tiles,
+            all_row_tiles: $p.row_tiles,
             inputs: $p.inputs,
             inputs_step: $p.rows * $p.row_stride,
+            part_inputs: $p.inputs,
+            part_inputs_step: $p.part * $p.block_stride,
             lines: $p.lines,
+            lines_step: $p.part * ($p.steps * STEP_LINES + $p.line_skip),
             panel_stride: $p.panel_stride,
             from: $p.from,
             from_stride: $p.from_stride,
             from_step: $p.rows * $p.from_stride,
             next_sums: $p.sums,
             sums_step: $p.rows * $p.sums_stride,
+            first_sums: $p.sums,
             sums: $p.sums,
             sums_stride: $p.sums_stride,
-            blocks: $p.blocks,
-            blocks_left: $p.blocks,
+            blocks: $p.part.min($p.blocks),
+            blocks_left: 0,
+            blocks_later: $p.blocks.saturating_sub($p.part),
             asked: $p.asked,
             asked_rows: $p.asked_rows,
             asked_lines: $p.asked_lines,
@@ -231,6 +246,32 @@ macro_rules! tiles {
                 $($write,)*
                 "dec qword ptr [{call} + {ROW_TILES}]",
                 "jnz 8b",
+                // The next part, which begins with the sums.
+                "mov {half}, qword ptr [{call} + {BLOCKS_LATER}]",
+                "test {half}, {half}",
+                "jz 9f",
+                "mov {steps}, qword ptr [{call} + {BLOCKS}]",
+                "cmp {steps}, {half}",
+                "cmova {steps}, {half}",
+                "mov qword ptr [{call} + {BLOCKS}], {steps}",
+                "sub {half}, {steps}",
+                "mov qword ptr [{call} + {BLOCKS_LATER}], {half}",
+                "mov {half}, qword ptr [{call} + {PART_INPUTS}]",
+                "add {half}, qword ptr [{call} + {PART_INPUTS_STEP}]",
+                "mov qword ptr [{call} + {PART_INPUTS}], {half}",
+                "mov qword ptr [{call} + {INPUTS}], {half}",
+                "mov {half}, qword ptr [{call} + {LINES_STEP}]",
+                "add qword ptr [{call} + {LINES}], {half}",
+                "mov {half}, qword ptr [{call} + {FIRST_SUMS}]",
+                "mov qword ptr [{call} + {NEXT_SUMS}], {half}",
+                "mov qword ptr [{call} + {FROM}], {half}",
+                "mov qword ptr [{call} + {FROM_STRIDE}], {sums_stride}",
+                "mov {half}, qword ptr [{call} + {SUMS_STEP}]",
+                "mov qword ptr [{call} + {FROM_STEP}], {half}",
+                "mov {half}, qword ptr [{call} + {ALL_ROW_TILES}]",
+                "mov qword ptr [{call} + {ROW_TILES}], {half}",
+                "jmp 8b",
+                "9:",
                 "tilerelease",
                 call = in(reg) &mut call,
                 a0 = out(reg) _,
@@ -248,6 +289,12 @@ macro_rules! tiles {
                 sums = out(reg) _,
                 sums_stride = out(reg) _,
                 ROW_TILES = const offset_of!(Call, row_tiles),
+                ALL_ROW_TILES = const offset_of!(Call, all_row_tiles),
+                PART_INPUTS = const offset_of!(Call, part_inputs),
+                PART_INPUTS_STEP = const offset_of!(Call, part_inputs_step),
+                LINES_STEP = const offset_of!(Call, lines_step),
+                FIRST_SUMS = const offset_of!(Call, first_sums),
+                BLOCKS_LATER = const offset_of!(Call, blocks_later),
                 INPUTS = const offset_of!(Call, inputs),
                 INPUTS_STEP = const offset_of!(Call, inputs_step),
                 LINES = const offset_of!(Call, lines),
@@ -291,10 +338,10 @@ macro_rules! multiply {
                     "tileloadd tmm2, [{half} + {stride}]", "tileloadd tmm3, [{half} + {stride} + 64]"
                 ],
                 step: [
-                    "tileloadd tmm4, [{a0} + {row}]", [], [];
+                    "tileloaddt1 tmm4, [{a0} + {row}]", [], [];
                     "tileloadd tmm6, [{b0} + {line}]", ["tmm0, tmm4, tmm6"], [];
                     "tileloadd tmm7, [{b1} + {line}]", ["tmm1, tmm4, tmm7"], ["tmm4"];
-                    "tileloadd tmm5, [{a1} + {row}]", ["tmm2, tmm5, tmm6", "tmm3, tmm5, tmm7"], ["tmm5", "tmm6", "tmm7"]
+                    "tileloaddt1 tmm5, [{a1} + {row}]", ["tmm2, tmm5, tmm6", "tmm3, tmm5, tmm7"], ["tmm5", "tmm6", "tmm7"]
                 ],
                 write: [
                     "tilestored [{sums} + {sums_stride}], tmm0", "tilestored [{sums} + {sums_stride} + 64], tmm1",
@@ -326,7 +373,7 @@ unsafe impl TileUnit for Unit {
     unsafe fn multiply(self, p: &TileProduct) {
         // Registers would be configured wrongly, which is a trap.
         assert!((1..=2 * TILE_ROWS).contains(&p.rows));
-        assert!(p.row_tiles > 0 && p.blocks > 0 && p.steps > 0);
+        assert!(p.row_tiles > 0 && p.blocks > 0 && p.part > 0 && p.steps > 0);
         #[cfg(all(test, target_os = "linux"))]
         let _bounds = crate::emulator::Bounds::of(p);
         multiply!(p);

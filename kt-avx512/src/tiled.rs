@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! for each piece of K
-//!     the unit: 2 x 2 tiles of sums of 32 rows x 32 outputs, which begin with the totals so far and become those, while lines that come
+//!     the unit, for each part of it: 2 x 2 tiles of sums of 32 rows x 32 outputs, which begin with the totals so far and become those, while lines that come
 //!         next are asked for
 //! weights that stream: for each block of 128 columns, for each 16 rows
 //!     the unit: 1 x 4 tiles of sums of 16 rows x 64 outputs, while lines of the next step are unpacked, or sums of the rows before are scaled
@@ -53,6 +53,12 @@ const PIECE_BLOCKS: usize = PIECE / (TILE_PANELS * PANEL * NUMBER * BLOCK);
 /// Blocks for which something is asked for at a time, at most: those of all tiles of rows.
 const MOST_ASKED: usize = PIECE_BLOCKS * MOST_ROWS / (2 * TILE_ROWS);
 
+/// Blocks of a part of that, at most, whose lines stay in a first-level cache of 48 KiB while tiles of rows pass over them: 512 columns.
+const PART_BLOCKS: usize = 4;
+/// From how many rows on a piece has parts. The first tile of rows waits for lines from the second level, and for fewer rows that takes longer: 64 of BF16 from memory, 768
+/// outputs x 2048 columns, 42.7/46.8 us (`kt-amx/PERFORMANCE.md`).
+const PART_ROWS: usize = 97;
+
 /// Columns whose products a tile unit sums before it adds them.
 pub(crate) const CHAIN: usize = STEP;
 /// Bytes of the lines of a step.
@@ -86,7 +92,8 @@ pub struct Asked {
     pub next: usize,
 }
 
-/// What a tile unit multiplies: tiles of up to 32 input rows with two panels, steps of 32 BF16 numbers of a row.
+/// What a tile unit multiplies: tiles of up to 32 input rows with two panels, steps of 32 BF16 numbers of a row. All tiles of rows pass over a part of the blocks
+/// before they go on with the next one.
 ///
 /// Step `s` of block `b` of row `r` is at `inputs + b * block_stride + r * row_stride + s * 64`. The lines of a block, 16 for each step, come one after
 /// the other, and `line_skip` bytes after them those of the next one; those of panel `p` begin at `lines + p * panel_stride`.
@@ -100,6 +107,8 @@ pub struct TileProduct {
     pub row_tiles: usize,
     /// Blocks, at least 1.
     pub blocks: usize,
+    /// Those of a part, but for the last one, which may have fewer.
+    pub part: usize,
     /// The first input row.
     pub inputs: *const u8,
     /// See above.
@@ -120,7 +129,7 @@ pub struct TileProduct {
     pub sums: *mut u8,
     /// See `sums`.
     pub sums_stride: usize,
-    /// What to ask for, for each block of each tile of rows.
+    /// What to ask for, for each block of each tile of rows, in the order in which they are multiplied.
     pub asked: *const Asked,
     /// How many rows of lines with each step, and lines of each.
     pub asked_rows: usize,
@@ -206,6 +215,11 @@ pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, outputs: b
             }
         }
         let last = tile.last && start + blocks == tile.blocks;
+        // Parts of as many blocks each.
+        let part = match all_rows {
+            PART_ROWS.. => blocks.div_ceil(blocks.div_ceil(PART_BLOCKS)),
+            _ => blocks,
+        };
         let buffer = (sums.as_mut_ptr(), SUM_ROW);
         let totals = if in_place { (tile.out.as_mut_ptr().cast::<u8>(), tile.out_stride * 4) } else { buffer };
         let done_in_place = in_place && !(last && outputs);
@@ -216,6 +230,7 @@ pub(crate) fn cached<I: Isa>(isa: I, rows: usize, mut tile: Tile<'_>, outputs: b
             rows,
             row_tiles,
             blocks,
+            part,
             inputs: tile.inputs[start * tile.input_stride..].as_ptr(),
             row_stride,
             block_stride: tile.input_stride,

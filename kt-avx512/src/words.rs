@@ -497,8 +497,8 @@ macro_rules! row {
     };
     (of_type_due, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
-            "vpxord ", $a, ", ", $a, ", zmm30\n", "vpxord ", $b, ", ", $b, ", zmm30\n", "vpmaddwd ", $a, ", ", $a, ", zmmword ptr [{words}]\n",
-            "vpmaddwd ", $b, ", ", $b, ", zmmword ptr [{others}]\n", row!(of_type_end, $r, $a, $b, $s, $t, $p, $q, $x)
+            "vpxord ", $a, ", ", $a, ", zmm30\n", "vpxord ", $b, ", ", $b, ", zmm30\n", "vpmaddwd ", $a, ", ", $a, ", zmm26\n",
+            "vpmaddwd ", $b, ", ", $b, ", zmm27\n", row!(of_type_end, $r, $a, $b, $s, $t, $p, $q, $x)
         )
     };
     (of_type_first, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
@@ -548,7 +548,7 @@ macro_rules! row {
     (scale_at, $r:literal, $a:literal, $b:literal, $s:literal, $t:literal, $p:literal, $q:literal, $x:literal) => {
         concat!(
             "vpbroadcastd ", $x, ", dword ptr [{n} + ", $r, "*{row}]\n", "vpmulhrsw ", $a, ", ", $a, ", ", $x, "\n", "vpmulhrsw ", $b, ", ", $b, ", ", $x, "\n",
-            "vpdpwssd ", $s, ", ", $a, ", zmmword ptr [{words}]\n", "vpdpwssd ", $t, ", ", $b, ", zmmword ptr [{others}]\n"
+            "vpdpwssd ", $s, ", ", $a, ", zmm26\n", "vpdpwssd ", $t, ", ", $b, ", zmm27\n"
         )
     };
     // Of tall tiles, where a block ends: its sums times the scale of the inputs, and what the blocks of the unit before it have, at `{around} + {sums}`.
@@ -638,6 +638,16 @@ macro_rules! rows {
 /// such 4 columns.
 #[rustfmt::skip]
 macro_rules! lines {
+    (5, nibbles, $op:ident, $columns:literal) => { lines!(5, tall_nibbles, $op, $columns) };
+    (6, nibbles, $op:ident, $columns:literal) => { lines!(6, tall_nibbles, $op, $columns) };
+    // Read twice: tall tiles have words where others have lines that were not split yet.
+    ($r:tt, tall_nibbles, $op:ident, $columns:literal) => {
+        concat!(
+            ".irp k, ", $columns, "\n", "vpandq zmm24, zmm31, zmmword ptr [{first} + 8*\\k]\n", "vpandq zmm25, zmm31, zmmword ptr [{second} + 8*\\k]\n",
+            rows!($r, $op), "vpsrlw zmm24, zmmword ptr [{first} + 8*\\k], 4\n", "vpsrlw zmm25, zmmword ptr [{second} + 8*\\k], 4\n",
+            "vpandq zmm24, zmm24, zmm31\n", "vpandq zmm25, zmm25, zmm31\n", rows!($r, second), ".endr\n"
+        )
+    };
     ($r:tt, nibbles, $op:ident, $columns:literal) => {
         concat!(
             ".irp k, ", $columns, "\n", "vmovdqu64 zmm26, zmmword ptr [{first} + 8*\\k]\n", "vmovdqu64 zmm27, zmmword ptr [{second} + 8*\\k]\n",
@@ -721,6 +731,12 @@ macro_rules! columns {
     };
 }
 
+/// Reads the words of two groups, or of the one that the type has, into zmm26 and zmm27 of tall tiles: all rows need them.
+#[rustfmt::skip]
+macro_rules! read_words {
+    () => { "vmovdqu64 zmm26, zmmword ptr [{words}]\nvmovdqu64 zmm27, zmmword ptr [{others}]\n" };
+}
+
 /// The parts of [`block_of_type`], by words that the type has or of folded scales: what rows begin with; the products of 32 columns after that (first), or
 /// with what is due after the 32 before them and what they begin with done row by row (next, and where the 32 before them end a unit); what is due after the
 /// last ones; going on to the next scales.
@@ -731,9 +747,9 @@ macro_rules! of_type {
     (start, $r:tt, $codes:ident, folded) => { columns!($r, $codes, folded, folded_begin_first) };
     (start, $r:tt, $codes:ident, $group:tt) => { columns!($r, $codes, $group, begin_first) };
     (next, $r:tt, $codes:ident, folded) => { columns!($r, $codes, folded, folded_first) };
-    (next, $r:tt, $codes:ident, $group:tt) => { columns!($r, $codes, $group, of_type_first) };
+    (next, $r:tt, $codes:ident, $group:tt) => { concat!(read_words!(), columns!($r, $codes, $group, of_type_first)) };
     (next_unit, $r:tt, $codes:ident, folded) => { columns!($r, $codes, folded, folded_unit_first) };
-    (next_unit, $r:tt, $codes:ident, $group:tt) => { columns!($r, $codes, $group, of_type_unit_first) };
+    (next_unit, $r:tt, $codes:ident, $group:tt) => { concat!(read_words!(), columns!($r, $codes, $group, of_type_unit_first)) };
     (end, $r:tt, folded) => { rows!($r, of_type_end) };
     (end, $r:tt, $group:tt) => {
         concat!(
@@ -811,14 +827,14 @@ macro_rules! whole {
     ($r:tt, $codes:ident, $group:tt, $block:ident, $unit:ident, $scale:ident, $words:literal, $n:literal, $end:expr) => {
         concat!(
             products!($r, $codes, $group, begin_first), "mov {groups:e}, {pairs}\n", "jmp 5f\n",
-            "2:\n", products!($r, $codes, $group, $unit), "add {words}, 64\nadd {others}, 64\n", "jmp 4f\n",
-            "3:\n", products!($r, $codes, $group, $block),
+            "2:\n", read_words!(), products!($r, $codes, $group, $unit), "add {words}, 64\nadd {others}, 64\n", "jmp 4f\n",
+            "3:\n", read_words!(), products!($r, $codes, $group, $block),
             "4:\n", "add {words}, ", $words, "\nadd {others}, ", $words, "\n", "lea {n}, [{x} + {next_n}]\n", "mov {groups:e}, {pairs}\n", "jmp 5f\n",
-            "6:\n", products!($r, $codes, $group, $scale),
+            "6:\n", read_words!(), products!($r, $codes, $group, $scale),
             "add {words}, ", $words, "\nadd {others}, ", $words, "\nadd {n}, ", $n, "\n",
             "5:\n", products!($r, $codes, $group, swap_first), "dec {groups:e}\n", "jnz 6b\n",
             next_block!(), "test {block:l}, {in_unit}\n", "jz 2b\n", "jmp 3b\n",
-            "9:\n", $end, rows!($r, sum)
+            "9:\n", read_words!(), $end, rows!($r, sum)
         )
     };
     ($r:tt, $codes:ident, $group:tt, true) => {
