@@ -182,12 +182,12 @@ fn passes_without_end_are_planned_as_what_they_take() {
 }
 
 #[test]
-fn passes_have_192_rows_of_an_expert_unless_told_otherwise() {
+fn passes_have_256_rows_of_an_expert_unless_told_otherwise() {
     // Experts, and of how many a token is; then tokens.
     for (experts, top_k, tokens) in [
-        (128, 8, 3072),
-        (60, 4, 2880),
-        (60, 7, 1646),
+        (128, 8, 4096),
+        (60, 4, 3840),
+        (60, 7, 2195),
         (8, 2, 1024),
         (128, 4, 6144),
         (256, 8, 6144),

@@ -64,7 +64,7 @@ pub struct RuntimeArgs {
     /// Use no instruction set above this one: portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16, amx.
     #[arg(long, value_name = "TIER")]
     pub isa: Option<Tier>,
-    /// Most tokens that go through a layer of experts at once: fewer take less scratch, and read the experts more often [default: as many as give an expert 192 rows on average, 1024 to 6144]. Prompts of `kt run` and `kt eval` come in pieces of at most that, and of at most 2048 tokens, or 512 where so many do not fit into memory.
+    /// Most tokens that go through a layer of experts at once: fewer take less scratch, and read the experts more often [default: as many as give an expert 256 rows on average, 1024 to 6144]. Prompts of `kt run` and `kt eval` come in pieces of at most that, and of at most 2048 tokens, or 512 where so many do not fit into memory.
     #[arg(long, value_name = "N")]
     pub pass_tokens: Option<usize>,
     /// Use weights from the file's map wherever a kernel can, even where packing makes it faster: IQ1, IQ2 and IQ3. Without this, only experts

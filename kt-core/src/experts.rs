@@ -19,6 +19,7 @@ use crate::heat::{HeatMap, LayerHeat};
 use crate::layer::LayerSpec;
 use crate::pending::Pending;
 use crate::placement::{LayerPlacement, LayerTrace, Live, LiveOptions, Need, Placement, Swap, Trace};
+use crate::runtime::pass_of_several;
 use crate::scheduler::{self, Home, Share};
 use crate::source::WeightSource;
 use crate::stats::{BankUsage, LayerStats, Stats, Usage};
@@ -623,7 +624,7 @@ impl LayerExperts {
         let most = if stream { tokens.max(1) } else { self.pass_tokens };
         let mut left = Vec::new();
         let mut part = Vec::new();
-        for range in passes(tokens, most) {
+        for range in passes(tokens, most, pass_of_several(&self.spec, most)) {
             let slots = range.start * top_k..range.end * top_k;
             let (ids, weights) = (&ids[slots.clone()], &weights[slots.clone()]);
             // What may wait is begun last, and is under way while the caller goes on.
@@ -779,9 +780,9 @@ impl LayerExperts {
     }
 }
 
-/// Passes of so many tokens at most: as few as can be, as large as each other, since a small one would read the weights for little.
-fn passes(tokens: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
-    let passes = tokens.div_ceil(most);
+/// One pass of `most` tokens at most, or passes of up to `several`: as few as can be, as large as each other, since a small one would read the weights for little.
+fn passes(tokens: usize, most: usize, several: usize) -> impl Iterator<Item = Range<usize>> {
+    let passes = tokens.div_ceil(if tokens <= most { most } else { several });
     (0..passes).map(move |i| i * tokens / passes..(i + 1) * tokens / passes)
 }
 
@@ -790,6 +791,7 @@ mod tests {
     use super::*;
     use crate::activation::Activation;
     use crate::format::Format;
+    use crate::source::synthetic::SyntheticSource;
 
     /// A bank that adds its number to every token it gets, and says how long it computed.
     struct Fake(f32, Duration);
@@ -814,15 +816,36 @@ mod tests {
 
     #[test]
     fn passes_are_few_and_as_large_as_each_other() {
-        let sizes = |tokens, most| passes(tokens, most).map(|range| range.len()).collect::<Vec<_>>();
+        let sizes = |tokens, most| passes(tokens, most, most).map(|range| range.len()).collect::<Vec<_>>();
         assert!(sizes(0, 4).is_empty());
         assert_eq!(sizes(4, 4), [4]);
         assert_eq!(sizes(5, 4), [2, 3]);
         assert_eq!(sizes(10, 4), [3, 3, 4]);
         assert_eq!(sizes(4, 1), [1; 4]);
-        for (tokens, most) in [(1, 1), (10, 4), (3073, 3072), (8192, 3072)] {
-            let all: Vec<usize> = passes(tokens, most).flatten().collect();
-            assert!(all.into_iter().eq(0..tokens), "{tokens} by {most}");
+        for (tokens, most, several, n) in [
+            (1, 1, 1, 1),
+            (10, 4, 4, 3),
+            (4096, 4096, 3072, 1),
+            (4097, 4096, 3072, 2),
+            (6145, 4096, 3072, 3),
+            (8192, 4096, 3072, 3),
+        ] {
+            let all: Vec<Range<usize>> = passes(tokens, most, several).collect();
+            assert_eq!(all.len(), n, "{tokens} by {most}");
+            assert!(all.into_iter().flatten().eq(0..tokens), "{tokens} by {most}");
+        }
+        // Experts, of how many a token is, the most tokens, and those of several passes: fewer where that are 256 rows, and more than 1024 tokens.
+        for (experts, top_k, most, several) in [
+            (128, 8, 4096, 3072),
+            (128, 8, 4095, 4095),
+            (128, 8, 8192, 6144),
+            (8, 2, 1024, 1024),
+            (8, 2, 1200, 1024),
+            (1, 1, 1, 1),
+        ] {
+            let source = SyntheticSource::builder().hidden(64).intermediate(64).experts(experts).top_k(top_k).build();
+            let source = source.unwrap();
+            assert_eq!(pass_of_several(&source.layers()[0], most), several, "{top_k} of {experts}, {most} tokens");
         }
     }
 

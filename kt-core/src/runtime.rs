@@ -164,8 +164,8 @@ impl RuntimeBuilder {
     }
 
     /// Most tokens computed at once: a larger batch goes through a layer in passes, as large as each other. More tokens mean more scratch and fewer
-    /// readings of the weights. Default: as many as give an expert 192 rows on average, which is 3072 tokens where each has 8 of 128 experts, but no
-    /// fewer than 1024 and no more than 6144.
+    /// readings of the weights. Default: as many as give an expert 256 rows on average, which is 4096 tokens where each has 8 of 128 experts, but no
+    /// fewer than 1024 and no more than 6144. Where passes may be that large, those of larger batches have up to three fourths of it, which is faster.
     pub fn pass_tokens(mut self, tokens: usize) -> Self {
         self.pass_tokens = Some(tokens);
         self
@@ -343,9 +343,9 @@ struct Devices {
     transfer_bytes: u64,
 }
 
-/// Most rows of an expert, on average, in a pass. Where a batch has several passes, each has half of that and more, from where on more rows at once gain little
-/// (`BENCHMARKS.md`).
-const PASS_ROWS: usize = 192;
+/// Most rows of an expert, on average, in a pass: a batch of no more is one pass. A longer one has passes of three fourths of that at most, each of half of these and more; from where on
+/// more rows at once gain little (`BENCHMARKS.md`).
+const PASS_ROWS: usize = 256;
 /// Fewest and most tokens at once, if nobody says otherwise.
 const PASS_TOKENS: [usize; 2] = [1024, 6144];
 
@@ -354,6 +354,12 @@ fn pass_tokens(layers: &[LayerSpec]) -> usize {
     let [fewest, most] = PASS_TOKENS;
     let of = |layer: &LayerSpec| layer.experts.saturating_mul(PASS_ROWS).div_ceil(layer.top_k.max(1));
     layers.iter().map(of).max().unwrap_or(fewest).clamp(fewest, most)
+}
+
+/// Most tokens of a pass of such a layer where a batch has several, of which none may have more than `most`.
+pub(crate) fn pass_of_several(layer: &LayerSpec, most: usize) -> usize {
+    let rows = most.saturating_mul(layer.top_k) / layer.experts.max(1);
+    if rows < PASS_ROWS { most } else { most.min((most - most / 4).max(PASS_TOKENS[0])) }
 }
 
 /// Scratch of all threads for a pass; see [`Planned::scratch_bytes_per_token`].
