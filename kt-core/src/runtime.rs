@@ -343,8 +343,8 @@ struct Devices {
     transfer_bytes: u64,
 }
 
-/// Most rows of an expert, on average, in a pass: a batch of no more is one pass. A longer one has passes of three fourths of that at most, each of half of these and more; from where on
-/// more rows at once gain little (`BENCHMARKS.md`).
+/// Most rows of an expert, on average, in a pass: a batch of no more is one pass. Those of a longer one have three fourths of that at most, and half of these
+/// at least, from where on more rows at once gain little (`BENCHMARKS.md`).
 const PASS_ROWS: usize = 256;
 /// Fewest and most tokens at once, if nobody says otherwise.
 const PASS_TOKENS: [usize; 2] = [1024, 6144];
