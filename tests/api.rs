@@ -269,7 +269,7 @@ fn a_plan_that_does_not_fit_says_what_would() {
         _ => None,
     });
     let (tokens, with) = passes.unwrap_or_else(|| panic!("{plan}"));
-    assert!((1..1536).contains(&tokens) && with <= need - (1 << 20) && with > need - (2 << 20), "{plan}");
+    assert!((1..2048).contains(&tokens) && with <= need - (1 << 20) && with > need - (2 << 20), "{plan}");
     let threads = plan.remedies.iter().find_map(|r| match r.change {
         Change::Threads(n) => Some(n),
         _ => None,
