@@ -343,6 +343,13 @@ mod tests {
         {
             assert_eq!(of.beginning(at, bytes), within, "{at:#x}");
         }
+        // Later parts begin with the sums.
+        let of = Touched::of(&TileProduct { part: 1, ..p });
+        for (at, within) in
+            [(0x40000, true), (0x30000, true), (0x30000 + 16 * 128 + 64, true), (0x30000 + 17 * 128, false)]
+        {
+            assert_eq!(of.beginning(at, 64), within, "{at:#x}");
+        }
     }
 
     #[test]

@@ -55,8 +55,8 @@ const MOST_ASKED: usize = PIECE_BLOCKS * MOST_ROWS / (2 * TILE_ROWS);
 
 /// Blocks of a part of that, at most, whose lines stay in a first-level cache of 48 KiB while tiles of rows pass over them: 512 columns.
 const PART_BLOCKS: usize = 4;
-/// From how many rows on a piece has parts. The first tile of rows waits for lines from the second level, and for fewer rows that takes longer: 64 of BF16 from memory, 768
-/// outputs x 2048 columns, 42.7/46.8 us (`kt-amx/PERFORMANCE.md`).
+/// From how many rows on a piece has parts. The first tile of rows waits for lines from the second level, and for fewer rows that takes longer: 64 of BF16 from
+/// memory, 768 outputs x 2048 columns, 42.7/46.8 us (`kt-amx/PERFORMANCE.md`).
 const PART_ROWS: usize = 97;
 
 /// Columns whose products a tile unit sums before it adds them.
