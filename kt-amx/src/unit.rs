@@ -7,7 +7,9 @@
 //! ```text
 //! tmm0 tmm1   sums of rows 0..16 with both panels        tmm4 tmm5   rows 0..16 and 16..32 of a step
 //! tmm2 tmm3   sums of rows 16..32                        tmm6 tmm7   lines of both panels of a step
-//! for each block, for each step: load and multiply by turns, four times each, and ask for what comes later; at the end write the sums
+//! for each part, for each tile of rows
+//!     for each block, for each step: load and multiply by turns, four times each, and ask for what comes later
+//!     write the sums
 //! ```
 //!
 //! Operands are set to zero as soon as they are not needed any more: that takes no time, and what the core has for tiles is free for those that come next

@@ -53,7 +53,7 @@ const PIECE_BLOCKS: usize = PIECE / (TILE_PANELS * PANEL * NUMBER * BLOCK);
 /// Blocks for which something is asked for at a time, at most: those of all tiles of rows.
 const MOST_ASKED: usize = PIECE_BLOCKS * MOST_ROWS / (2 * TILE_ROWS);
 
-/// Blocks of a part of that, at most, whose lines stay in a first-level cache of 48 KiB while tiles of rows pass over them: 512 columns.
+/// Blocks of a part of a piece, at most, whose lines stay in a first-level cache of 48 KiB while tiles of rows pass over them: 512 columns.
 const PART_BLOCKS: usize = 4;
 /// From how many rows on a piece has parts. The first tile of rows waits for lines from the second level, and for fewer rows that takes longer: 64 of BF16 from
 /// memory, 768 outputs x 2048 columns, 42.7/46.8 us (`kt-amx/PERFORMANCE.md`).
@@ -145,7 +145,8 @@ pub unsafe trait TileUnit: Copy + Send + Sync + std::fmt::Debug + 'static {
     /// Multiplies.
     ///
     /// # Safety
-    /// All steps of all rows, their lines in all panels, what sums begin with and what is to be asked for are readable; the sums are writable, and of the caller alone.
+    /// All steps of all rows, their lines in all panels, what sums begin with and what is to be asked for are readable; the sums are writable, and of the caller alone: later
+    /// parts begin with them.
     unsafe fn multiply(self, product: &TileProduct);
     /// Prepares for [`TileUnit::step`] with so many input rows, 1 to 16. From here to [`TileUnit::end`] the thread uses no tiles but by the methods between them,
     /// so that sums stay where they are.
