@@ -18,6 +18,7 @@ use crate::lines::{Codes, Floats};
 use crate::tile::Tile;
 use crate::tiled::TileProduct;
 use crate::words::Kind;
+use crate::words::full::{Memory, Unit};
 
 pub(crate) use ymm::{Avx2, AvxVnni};
 pub(crate) use zmm::{Bf16, Plain, Tiled, Vbmi, Vnni};
@@ -171,6 +172,19 @@ pub unsafe trait Isa: Copy {
     #[inline(always)]
     fn multiply_words(self, _kind: Kind, _r: usize, _tile: Tile<'_>) {
         unreachable!("no VNNI of 512 bits")
+    }
+
+    /// Adds the products of blocks to the sums of a [full](crate::words::full) tile; only with VNNI.
+    ///
+    /// # Safety
+    /// What it reads is readable.
+    #[inline(always)]
+    unsafe fn add_unit<const R: usize, const P: usize, const GROUP: usize, const MINIMA: bool>(
+        self,
+        _memory: &mut Memory<R, P>,
+        _at: Unit,
+    ) {
+        unreachable!("no VNNI")
     }
 
     /// 64 bytes.

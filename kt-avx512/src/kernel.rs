@@ -39,8 +39,37 @@ enum Calls {
     Many,
 }
 
+/// How scales become words in calls of many rows, see [`InputLayout::Int8Words`], and where.
+#[derive(Debug, Clone, Copy)]
+pub struct AsWords {
+    /// Columns of a scale, or a part of these: 16 or 32.
+    pub group: usize,
+    /// The zero point of the codes.
+    pub zero: i32,
+    /// Whether there are minima.
+    pub minima: bool,
+    /// On which CPUs, if they have VNNI.
+    pub worth: Worth,
+}
+
+/// On which CPUs with VNNI scales as words are faster (`PERFORMANCE.md`).
+#[derive(Debug, Clone, Copy)]
+pub enum Worth {
+    /// All.
+    Everywhere,
+    /// Where tiles of words have six rows, not four: all but those of [`Ports::Own`] with 512 bits.
+    TallTiles,
+    /// Where what there is beside products takes their time: [`Ports::Shared`], and all with 256 bits.
+    NothingFree,
+}
+
 /// From how many rows of an expert on, on average, calls have scales as words: making them is to be worth it.
 const MANY_ROWS: usize = 32;
+
+/// Whether a tier has VNNI, of which there are two.
+const fn has_vnni(tier: Tier) -> bool {
+    !matches!(tier, Tier::Avx2 | Tier::Avx512)
+}
 
 impl Avx {
     /// The best tier that this CPU has, up to `cap`.
@@ -57,7 +86,7 @@ impl Avx {
         }
         // AMX is above but none of this kernel's.
         let tier = Tier::detect(cap.min(Tier::Avx512Bf16));
-        let calls = if tier >= Tier::Avx512Vnni { Calls::Few } else { Calls::All };
+        let calls = if has_vnni(tier) { Calls::Few } else { Calls::All };
         Ok(Avx { tier, ports: ahead::ports(), calls })
     }
 
@@ -92,18 +121,15 @@ impl Avx {
         Avx { ports, ..self }
     }
 
-    /// Inputs of weights with scales of `group` columns, whose zero point is `zero`, in calls of many rows: `few` are those of other calls.
-    pub fn inputs_of_many(self, few: InputLayout, group: usize, zero: i32, minima: bool) -> InputLayout {
-        match self.calls {
-            Calls::Many => InputLayout::Int8Words { group, zero, minima },
-            Calls::All | Calls::Few => few,
-        }
-    }
-
-    /// The same of weights with scales of 32 columns and no minima, which gain by it where tiles of words have six rows (1024 tokens, Zen 5: 1 to 6 % less time, an Intel Xeon:
-    /// 3 to 9 % of INT4 and Q4_0; Zen 4, with tiles of four rows: 0 to 1).
-    pub fn inputs_of_many_simple(self, few: InputLayout, zero: i32) -> InputLayout {
-        if self.ports != Ports::Own { self.inputs_of_many(few, CHUNK, zero, false) } else { few }
+    /// Inputs of weights whose scales may become words: `few` are those of calls of few rows.
+    pub fn inputs_of_many(self, few: InputLayout, words: AsWords) -> InputLayout {
+        let AsWords { group, zero, minima, worth } = words;
+        let worth = match worth {
+            Worth::Everywhere => true,
+            Worth::TallTiles => self.ports != Ports::Own || self.tier == Tier::AvxVnni,
+            Worth::NothingFree => self.ports == Ports::Shared || self.tier == Tier::AvxVnni,
+        };
+        if worth && self.calls == Calls::Many { InputLayout::Int8Words { group, zero, minima } } else { few }
     }
 
     /// Does a job with a tile unit for products of many rows; those of up to `stream_rows` rows with BF16 inputs stream (8 at most), in the unit's order
@@ -150,7 +176,7 @@ impl Kernel for Avx {
     fn accepts(self, format: Format, _rows: usize, _cols: usize) -> Result<(InputLayout, &'static str), Unsupported> {
         // Sums of codes come multiplied with what they are to add, where one number does for all weights.
         let int8 = |group: usize, times: i32, how| Ok((InputLayout::Int8 { group, sums: Sums::Times(times) }, how));
-        let vnni = !matches!(self.tier, Tier::Avx2 | Tier::Avx512);
+        let vnni = has_vnni(self.tier);
         // Codes of 8 bits: without VNNI, products subtract the zero point themselves; see `Isa::WIDE_OFFSET`.
         let wide = if vnni { -128 } else { 0 };
         // Small codes: without VNNI, sums of their products are words for the length of a group.
@@ -159,13 +185,14 @@ impl Kernel for Avx {
             Ok((InputLayout::Int8 { group, sums: if vnni { sums.whole() } else { sums } }, how))
         };
         let bf16 = if self.multiplies_bf16() { InputLayout::Bf16 } else { InputLayout::F32 };
-        let in_words = |accepted: Result<(InputLayout, &'static str), Unsupported>, group, zero, minima| {
-            accepted.map(|(few, how)| (self.inputs_of_many(few, group, zero, minima), how))
+        let in_words = |accepted: Result<(InputLayout, &'static str), Unsupported>, group, zero, worth| {
+            let words = AsWords { group, zero, minima: false, worth };
+            accepted.map(|(few, how)| (self.inputs_of_many(few, words), how))
         };
-        // Of groups of whole blocks sums are scaled once a block: no more than sums of words are.
-        let simple = |g: Group, accepted: Result<(InputLayout, &'static str), Unsupported>, zero| match g.cols(BLOCK) {
-            columns if columns.is_multiple_of(BLOCK) => accepted,
-            _ => accepted.map(|(few, how)| (self.inputs_of_many_simple(few, zero), how)),
+        // Of groups of whole blocks sums are scaled once a block: that is little, where not all of it counts.
+        let worth = |g: Group| match g.cols(BLOCK) {
+            columns if columns.is_multiple_of(BLOCK) => Worth::NothingFree,
+            _ => Worth::TallTiles,
         };
         match format {
             Format::F32 => Ok((InputLayout::F32, "F32 products, packed 16 x 1")),
@@ -197,7 +224,8 @@ impl Kernel for Avx {
             Format::Int4(Group::Row) => int8(BLOCK, -8, how!(self, int8, "nibbles packed 16 x 8")),
             Format::Int4(g) => {
                 check_group(format, g)?;
-                simple(g, small(CHUNK, -8, how!(self, int8, "nibbles packed 16 x 8, F16 scales")), 8)
+                let how = how!(self, int8, "nibbles packed 16 x 8, F16 scales");
+                in_words(small(CHUNK, -8, how), CHUNK, 8, worth(g))
             }
             Format::Int4Asym(Group::Row) => {
                 int8(BLOCK, -SHIFTED, how!(self, int8, "nibbles packed 16 x 8, zero points"))
@@ -205,14 +233,15 @@ impl Kernel for Avx {
             Format::Int4Asym(g) => {
                 check_group(format, g)?;
                 let few = small(CHUNK, -SHIFTED, how!(self, int8, "nibbles packed 16 x 8, F16 scales, zero points"));
-                simple(g, few, SHIFTED)
+                in_words(few, CHUNK, SHIFTED, worth(g))
             }
             Format::Mxfp4 => {
-                small(CHUNK, -E2M1_ZERO, how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E8M0 scales"))
+                let how = how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E8M0 scales");
+                in_words(small(CHUNK, -E2M1_ZERO, how), CHUNK, E2M1_ZERO, Worth::NothingFree)
             }
             Format::Nvfp4 => {
                 let how = how!(self, int8, "E2M1 codes packed 16 x 8, doubled by a table, E4M3 scales");
-                in_words(small(mx::NV_COLS, -E2M1_ZERO, how), mx::NV_COLS, E2M1_ZERO, false)
+                in_words(small(mx::NV_COLS, -E2M1_ZERO, how), mx::NV_COLS, E2M1_ZERO, Worth::Everywhere)
             }
             other => Err(Unsupported::new(format!("no AVX product of {other}"))),
         }

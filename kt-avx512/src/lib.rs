@@ -54,6 +54,7 @@ pub use kernel::Avx;
 pub mod engine {
     pub use crate::blocks::{Blocks, Row};
     pub use crate::isa::{Bits, Grid, Isa, Job, Ports};
+    pub use crate::kernel::{AsWords, Worth};
     pub use crate::layout::{LINE, Layout, MOST_PANELS, PANEL, Parts, SUPER, panels};
     pub use crate::lines::{Bytes, Codes, E2M1_ZERO, E2m1, Lines, Nibbles, SHIFTED, Scale, Steps};
     pub use crate::product::{Ints, Path, Product};

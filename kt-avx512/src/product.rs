@@ -301,7 +301,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const STREAMS_ON_TILES: bool = I::TILES && <Self as Path<I>>::ON_TILES;
     const STREAMS_ANY_ROWS: bool = true;
     const TILE_PANELS: usize = MOST_PANELS;
-    const IN_WORDS: bool = I::LARGE && I::VNNI && !I::TILES && L::SPAN > 4 && WG == XG && S::ZEROS == S::SHIFTS;
+    const IN_WORDS: bool = I::VNNI && !I::TILES && L::SPAN > 4 && WG == XG && S::ZEROS == S::SHIFTS;
     const LIGHT: bool = L::OPERANDS == 1;
     const GROUPED: bool = S::RECORD > 0;
     // Few rows have the same bits without a tile unit, so that code which has one leaves them out.
@@ -592,9 +592,14 @@ impl<I: Isa, L: Floats, const SCALED: u8> Path<I> for Widened<Numbers<L, SCALED>
 pub struct InWords<K>(PhantomData<K>);
 
 impl<S: Scale, L: Codes, const XG: usize, const WG: usize> InWords<Ints<L, S, XG, WG>> {
+    /// Whether tiles are [full](words::full). Those with registers of 512 bits have more than products to do with groups of 16, and four panels are for loads.
+    fn full<I: Isa>(isa: I) -> bool {
+        !I::LARGE || XG == 32 && taller(isa)
+    }
+
     /// Whether lines are nibbles that are split beside products.
     fn packed<I: Isa>(isa: I) -> bool {
-        L::NIBBLES && !S::SHIFTS && !taller(isa)
+        L::NIBBLES && !S::SHIFTS && !Self::full(isa)
     }
 }
 
@@ -611,8 +616,12 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     const WIDENED: usize = 1;
     const WORDS: [usize; 2] = [chunk_bytes(XG, S::MINIMA), CHUNK_BLOCKS * scales_bytes(XG, S::MINIMA)];
 
+    fn cached_panels(isa: I, _: usize) -> usize {
+        if I::LARGE && Self::full(isa) { MOST_PANELS } else { cached_panels::<I>() }
+    }
+
     fn rows(isa: I, _: usize) -> usize {
-        word_rows(isa)
+        if Self::full(isa) { words::full::ROWS } else { word_rows(isa) }
     }
 
     fn unpacked(isa: I, _: usize) -> bool {
@@ -646,8 +655,26 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
     }
 
     fn cached(isa: I, r: usize, _: bool, tile: Tile<'_>) {
-        let words = words::Words::Made { minima: S::MINIMA };
-        isa.multiply_words(Kind { nibbles: Self::packed(isa), group: XG, words }, r, tile);
+        if !Self::full(isa) {
+            let words = words::Words::Made { minima: S::MINIMA };
+            return isa.multiply_words(Kind { nibbles: Self::packed(isa), group: XG, words }, r, tile);
+        }
+        // Codes of all formats are alike then.
+        macro_rules! full {
+            ($p:expr, $group:literal) => {
+                if const { S::MINIMA } { full!($p, $group, true) } else { full!($p, $group, false) }
+            };
+            ($p:expr, $group:literal, $minima:literal) => {
+                rows!(r, [1, 2, 3, 4, 5, 6], isa.run(words::full::FullTile::<R, { $p }, $group, $minima>(tile)))
+            };
+        }
+        if const { I::LARGE } {
+            full!(MOST_PANELS, 32)
+        } else if const { XG == 32 } {
+            full!(1, 32)
+        } else {
+            full!(1, 16)
+        }
     }
 }
 
@@ -676,6 +703,7 @@ impl Job for Product<'_> {
         // Whether blocks of the inputs are wide.
         const WIDE_SPAN: usize = WIDE / BLOCK;
         let wide = self.inputs.layout().columns() == WIDE;
+        let in_words = matches!(self.inputs.layout(), InputLayout::Int8Words { .. });
         match weights.format() {
             Format::F32 => self.on::<_, Numbers<F32Lines, { scaled::NO }>>(f32, Layout::new),
             Format::F16 => self.on::<_, Numbers<F16Lines, { scaled::NO }>>(f32, Layout::new),
@@ -704,16 +732,18 @@ impl Job for Product<'_> {
                 self.on::<_, Ints<Nibbles, NoScale<WIDE_SPAN>, BLOCK, 0>>(int8, Layout::new)
             }
             Format::Int4(Group::Row) => self.on::<_, Ints<Nibbles, NoScale, BLOCK, 0>>(int8, Layout::new),
-            Format::Int4(g) if blocks(g) => self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, BLOCK>>(int8, Layout::new),
+            Format::Int4(g) if blocks(g) && !in_words => {
+                self.on::<_, Ints<Nibbles, F16Scale<0>, CHUNK, BLOCK>>(int8, Layout::new)
+            }
             Format::Int4(_) => self.on_or_in_words::<_, Ints<Nibbles, F16Scale<0>, CHUNK, CHUNK>>(int8, Layout::new),
             Format::Int4Asym(Group::Row) => self.on::<_, Ints<Nibbles, F16Scale<1>, BLOCK, BLOCK>>(int8, Layout::new),
-            Format::Int4Asym(g) if blocks(g) => {
+            Format::Int4Asym(g) if blocks(g) && !in_words => {
                 self.on::<_, Ints<Nibbles, F16Scale<1>, CHUNK, BLOCK>>(int8, Layout::new)
             }
             Format::Int4Asym(_) => {
                 self.on_or_in_words::<_, Ints<Nibbles, F16Scale<1>, CHUNK, CHUNK>>(int8, Layout::new)
             }
-            Format::Mxfp4 => self.on::<_, Ints<E2m1, E8m0Scale, CHUNK, CHUNK>>(lookups, Layout::new),
+            Format::Mxfp4 => self.on_or_in_words::<_, Ints<E2m1, E8m0Scale, CHUNK, CHUNK>>(lookups, Layout::new),
             Format::Nvfp4 => {
                 self.on_or_in_words::<_, Ints<E2m1, E4m3Scale, { mx::NV_COLS }, { mx::NV_COLS }>>(lookups, Layout::new)
             }
@@ -946,7 +976,7 @@ impl Product<'_> {
                     for p in 0..panels {
                         let to = &mut buffer[p * unpacked_stride..][..unpacked_stride];
                         let (lines, words) = to.split_at_mut(unpacked_lines);
-                        let panel = packed.get(at + p * stride..).unwrap_or_default();
+                        let panel = packed.get(at + layout.panel_at(p)..).unwrap_or_default();
                         let to = [lines, words, &mut *f32_scales];
                         K::prepare(isa, &layout, panel, start..start + blocks, zero, to);
                     }
@@ -954,7 +984,7 @@ impl Product<'_> {
                     for p in 0..panels {
                         let to = &mut buffer[p * unpacked_stride..][..blocks * operand_block];
                         let mut scales = Scales {
-                            panel: packed.get(at + p * stride..).unwrap_or_default(),
+                            panel: packed.get(at + layout.panel_at(p)..).unwrap_or_default(),
                             step,
                             record: scales.0,
                             left: scales.1,
@@ -964,7 +994,7 @@ impl Product<'_> {
                             zero: self.zero,
                         };
                         for (block, to) in (start..).zip(to.chunks_exact_mut(operand_block)) {
-                            let lines = &from(at, layout.lines_at(block))[p * stride..];
+                            let lines = &from(at, layout.lines_at(block))[layout.panel_at(p)..];
                             scales.above = layout.supers_at + block * BLOCK / SUPER * layout.super_record;
                             if const { K::Lines::TOLD } {
                                 let bits =
@@ -987,13 +1017,13 @@ impl Product<'_> {
                 later.clear();
                 let bytes = layout.bytes_of(start_ahead..start_ahead + blocks_ahead);
                 for p in 0..panels {
-                    let ahead = ahead.wrapping_add(p * stride);
-                    let at = ahead.wrapping_add(spread(bytes.start, step_ahead));
-                    if panels * LINE != step_ahead || panels == 1 {
+                    let at = ahead.wrapping_add(layout.panel_at(p) + spread(bytes.start, step_ahead));
+                    let bundle = layout.bundle;
+                    if bundle == 1 || bundle * LINE != step_ahead || !panels.is_multiple_of(bundle) {
                         later.add_lines(at, bytes.len(), step_ahead);
-                    } else if p == 0 {
+                    } else if p % bundle == 0 {
                         // A whole bundle.
-                        later.add(at, panels * bytes.len());
+                        later.add(at, bundle * bytes.len());
                     }
                 }
                 if start == 0 {

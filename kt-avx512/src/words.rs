@@ -1,6 +1,6 @@
 //! Many rows of integers whose groups of columns have integer scales, or get them: their tiles, by hand.
 //!
-//! **Types that have them** (Q3_K, Q4_K, Q6_K): sums of products are words, multiplied by scales of one or two groups, become F32, and are scaled once more for
+//! **Types that have them** (Q3_K, Q4_K, Q6_K; where what is beside products is free): sums of products are words, multiplied by scales of one or two groups, become F32, and are scaled once more for
 //! 256 columns. The numbers are those of [`IntTile`](crate::tile::IntTile), bit for bit, in 2 to 7 % less time than what compilers make of it.
 //!
 //! Where codes times scales are bytes (Q3_K), lines are unpacked to these, which rounds nothing; beside products nothing is left then but the scales of the inputs.
@@ -12,9 +12,11 @@
 //! those of F32 scales to the last bit; so this is for calls of many rows alone.
 //!
 //! All formats are alike here: their codes, as bytes of a line or as nibbles, and two words a dword for each output, made of their scales
-//! when lines are unpacked ([`Prepare`], [`PrepareSupers`]).
+//! when lines are unpacked ([`Prepare`], [`PrepareSupers`]). The tiles here have two panels and registers of 512 bits; others, and why, are in [`full`].
 
 #![allow(unsafe_code)] // kernel
+
+pub(crate) mod full;
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
@@ -1114,7 +1116,7 @@ unsafe fn tile_of<const N: usize>(t: &mut Tile<'_>, kind: Kind, block: impl Fn(B
     let (row_bytes, block_bytes) = (kind.inputs().block_bytes(), kind.line_bytes());
     let (chunk_blocks, chunk_bytes, words_bytes) = kind.chunk();
     assert!(t.first_block.is_multiple_of(chunk_blocks));
-    t.check_words(rows, block_bytes, t.blocks.div_ceil(chunk_blocks) * chunk_bytes, row_bytes);
+    t.check_words((rows, P), block_bytes, t.blocks.div_ceil(chunk_blocks) * chunk_bytes, row_bytes);
     let out = t.out.as_mut_ptr();
     let masks = t.masks();
     for tile in 0..t.row_tiles {
@@ -1188,7 +1190,7 @@ unsafe fn tall_of<const N: usize>(
     let (chunk_blocks, chunk_bytes, words_bytes) = kind.chunk();
     assert!(t.first_block.is_multiple_of(chunk_blocks));
     let chunks = t.blocks.div_ceil(chunk_blocks);
-    t.check_words(rows, block_bytes, chunks * chunk_bytes, row_bytes);
+    t.check_words((rows, P), block_bytes, chunks * chunk_bytes, row_bytes);
     let masks = t.masks();
     let of_both = |at: *const u8, stride: usize| [at, at.wrapping_add(stride)];
     let last_scale = (BLOCK / 32 - 1) * 4;
@@ -1264,15 +1266,15 @@ impl Tile<'_> {
         })
     }
 
-    /// Checks that everything is there that tiles of `rows` rows read and write, if a block of lines has `block_bytes`, a block of inputs `input_bytes`, and
+    /// Checks that everything is there that tiles of `rows` rows and `panels` panels read and write, if a block of lines has `block_bytes`, a block of inputs `input_bytes`, and
     /// words are `words` bytes for each panel.
-    fn check_words(&self, rows: usize, block_bytes: usize, words: usize, input_bytes: usize) {
+    fn check_words(&self, (rows, panels): (usize, usize), block_bytes: usize, words: usize, input_bytes: usize) {
         assert!(self.blocks > 0 && self.row_tiles > 0);
         let rows = rows * self.row_tiles;
         let lines = self.lines_before(self.blocks - 1, block_bytes) + block_bytes;
-        assert!(self.weights.len() >= (P - 1) * self.weight_stride + lines);
-        assert!(self.panel.len() >= (P - 1) * self.panel_stride + words);
+        assert!(self.weights.len() >= (panels - 1) * self.weight_stride + lines);
+        assert!(self.panel.len() >= (panels - 1) * self.panel_stride + words);
         assert!(self.inputs.len() >= (self.blocks - 1) * self.input_stride + rows * input_bytes);
-        assert!(self.width <= P * PANEL && self.out.len() >= (rows - 1) * self.out_stride + self.width);
+        assert!(self.width <= panels * PANEL && self.out.len() >= (rows - 1) * self.out_stride + self.width);
     }
 }

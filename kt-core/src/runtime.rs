@@ -139,8 +139,9 @@ impl RuntimeBuilder {
 
     /// Gives a token the same numbers, bit for bit, whatever else is in a call. Without this, a backend may have a faster way for calls of many tokens
     /// that rounds otherwise: on average over the experts of a layer, amx has one from 32 rows
-    /// on, and avx512 and llamafile, on tiers from avx512vnni on, from 32 rows on for NVFP4, Q4_1, Q5_0, Q5_1, Q5_K, Q2_K, IQ1_M and IQ3_S, and on
-    /// AMD's Zen 5 and Intel's CPUs for Q4_0, MXFP4 of GGUF files, and INT4 with groups that are no multiple of 128. [`Runtime::explain`] says so.
+    /// on, and avx512 and llamafile, on tiers with VNNI, from 32 rows on for NVFP4, Q4_1, Q5_0, Q5_1, Q5_K, Q2_K, IQ1_M and IQ3_S; on AMD's Zen 5,
+    /// Intel's CPUs and tier avxvnni also for Q4_0, MXFP4 of GGUF files, and INT4 with groups that are no multiple of 128; and on the latter two for all
+    /// INT4 in groups, MXFP4, Q3_K, Q4_K, Q6_K and IQ1_S. [`Runtime::explain`] says so.
     pub fn batch_invariant(mut self, batch_invariant: bool) -> Self {
         self.batch_invariant = batch_invariant;
         self

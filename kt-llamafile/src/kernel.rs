@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use kt_avx512::Avx;
 use kt_avx512::engine::{
-    Bytes, E2M1_ZERO, E2m1, Ints, Isa, Job, MOST_PANELS, Nibbles, PANEL, Product, SHIFTED, panels,
+    AsWords, Bytes, E2M1_ZERO, E2m1, Ints, Isa, Job, MOST_PANELS, Nibbles, PANEL, Product, SHIFTED, Worth, panels,
 };
 use kt_core::activation::Activation;
 use kt_core::cpu::input::{BLOCK, InputLayout, Inputs, Sums};
@@ -15,9 +15,9 @@ use kt_core::{Format, Matrix, Unsupported};
 use crate::blocks::{Iq1M, Iq1S, Iq2S, Iq2Xs, Iq2Xxs, Iq3S, Iq3Xxs};
 use crate::layout::{self, packed_layout};
 use crate::lines::{
-    Eights, FiveBits, Half, HalfPower, IQ1_ZERO, IQ2_ZERO, IQ3_S_ZERO, IQ3_XXS_ZERO, InUnits, Iq1Codes, Iq2Codes,
-    Iq3SCodes, Iq3XxsCodes, Iq4, MoreOrLess, NibblesWithMinima, OfEights, Signed, SignedPairs, SixBits, ThreeBits,
-    TwoBits, WithMinima,
+    Eights, FiveBits, Fours, Half, HalfPower, IQ1_ZERO, IQ2_ZERO, IQ3_S_ZERO, IQ3_XXS_ZERO, InUnits, Iq1Codes,
+    Iq2Codes, Iq3SCodes, Iq3XxsCodes, Iq4, MoreOrLess, NibblesWithMinima, OfEights, OfUnits, Signed, SignedPairs,
+    SixBits, ThreeBits, TwoBits, WithMinima,
 };
 
 /// Products of GGUF blocks, by the best instructions of this CPU. Holding a value proves that the CPU has them.
@@ -110,20 +110,26 @@ impl Kernel for Llamafile {
             (false, true) => "vpmaddubsw, blocks in place, decoded for each product",
         };
         let few = InputLayout::Int8 { group, sums };
-        // Of types with small codes and scales of groups that gain by it: columns of a scale, zero point, and whether there are minima.
+        // Of types with small codes that gain by scales as words: columns of a scale, zero point, whether there are minima, and where they gain.
         let many = match format {
-            Format::Q4_1 => Some((32, 8, true)),
-            Format::Q5_0 => Some((32, 16, false)),
-            Format::Q5_1 | Format::Q5K => Some((32, 16, true)),
-            Format::Q2K => Some((16, 16, true)),
-            Format::Iq1M => Some((16, IQ1_ZERO, false)),
-            Format::Iq3S => Some((32, IQ3_S_ZERO, false)),
+            Format::Q4_1 => Some((32, 8, true, Worth::Everywhere)),
+            Format::Q5_0 => Some((32, 16, false, Worth::Everywhere)),
+            Format::Q5_1 | Format::Q5K => Some((32, 16, true, Worth::Everywhere)),
+            Format::Q2K => Some((16, 16, true, Worth::Everywhere)),
+            Format::Iq1M => Some((16, IQ1_ZERO, false, Worth::Everywhere)),
+            Format::Iq3S => Some((32, IQ3_S_ZERO, false, Worth::Everywhere)),
+            Format::Q4_0 => Some((32, 8, false, Worth::TallTiles)),
+            Format::Mxfp4Ggml => Some((32, E2M1_ZERO, false, Worth::TallTiles)),
+            Format::Q3K => Some((16, 16, false, Worth::NothingFree)),
+            Format::Q4K => Some((32, 8, true, Worth::NothingFree)),
+            Format::Q6K => Some((16, 32, false, Worth::NothingFree)),
+            Format::Iq1S => Some((32, SHIFTED, false, Worth::NothingFree)),
             _ => None,
         };
-        let inputs = match (many, format) {
-            (Some((group, zero, minima)), _) if !in_place => self.avx.inputs_of_many(few, group, zero, minima),
-            (_, Format::Q4_0) => self.avx.inputs_of_many_simple(few, 8),
-            (_, Format::Mxfp4Ggml) => self.avx.inputs_of_many_simple(few, E2M1_ZERO),
+        let inputs = match many {
+            Some((group, zero, minima, worth)) if !in_place => {
+                self.avx.inputs_of_many(few, AsWords { group, zero, minima, worth })
+            }
             _ => few,
         };
         Ok((inputs, how))
@@ -195,6 +201,7 @@ impl Job for OfBlocks<'_> {
                 other => unreachable!("{other} is repacked"),
             };
         }
+        let in_words = matches!(p.inputs.layout(), InputLayout::Int8Words { .. });
         match p.outputs.of.format() {
             Format::Q8_0 => p.on::<_, Ints<Bytes<0>, Half<false>, 32, 32>>(isa, packed_layout),
             Format::Q4_0 => p.on_or_in_words::<_, Ints<Nibbles, Half<false>, 32, 32>>(isa, packed_layout),
@@ -204,17 +211,18 @@ impl Job for OfBlocks<'_> {
             Format::Iq4Nl => p.on::<_, Ints<Iq4, Half<false>, 32, 32>>(isa, packed_layout),
             Format::Mxfp4Ggml => p.on_or_in_words::<_, Ints<E2m1, HalfPower, 32, 32>>(isa, packed_layout),
             // Sums of larger codes are rounded less.
-            Format::Q2K if matches!(p.inputs.layout(), InputLayout::Int8Words { .. }) => {
-                p.in_words::<_, Ints<Eights, OfEights, 16, 16>>(isa, packed_layout)
-            }
+            Format::Q2K if in_words => p.in_words::<_, Ints<Eights, OfEights, 16, 16>>(isa, packed_layout),
             Format::Q2K => p.on::<_, Ints<TwoBits, NibblesWithMinima, 16, 16>>(isa, packed_layout),
+            Format::Q3K if in_words => p.in_words::<_, Ints<Fours, Signed<4>, 16, 16>>(isa, packed_layout),
+            Format::Q4K if in_words => p.in_words::<_, Ints<Nibbles, OfUnits, 32, 32>>(isa, packed_layout),
+            Format::Q6K if in_words => p.in_words::<_, Ints<SixBits, Signed<1>, 16, 16>>(isa, packed_layout),
             Format::Q3K => p.on::<_, Ints<ThreeBits, SignedPairs<true>, 16, BLOCK>>(isa, packed_layout),
             Format::Q4K => p.on::<_, Ints<Nibbles, InUnits, 32, BLOCK>>(isa, packed_layout),
             Format::Q5K => p.on_or_in_words::<_, Ints<FiveBits, WithMinima, 32, 32>>(isa, packed_layout),
             Format::Q6K => p.on::<_, Ints<SixBits, SignedPairs<false>, 16, BLOCK>>(isa, packed_layout),
             Format::Iq4Xs => p.on::<_, Ints<Iq4, Signed<1>, 32, 32>>(isa, packed_layout),
             Format::Tq1_0 | Format::Tq2_0 => p.on::<_, Ints<TwoBits, Half<false>, 32, 128>>(isa, packed_layout),
-            Format::Iq1S => p.on::<_, Ints<Eights, MoreOrLess, 32, 32>>(isa, packed_layout),
+            Format::Iq1S => p.on_or_in_words::<_, Ints<Eights, MoreOrLess, 32, 32>>(isa, packed_layout),
             Format::Iq1M => p.on_or_in_words::<_, Ints<Iq1Codes, Signed<8>, 16, 16>>(isa, packed_layout),
             Format::Iq2Xxs => p.on::<_, Ints<Iq2Codes, Signed<8>, 32, 32>>(isa, packed_layout),
             Format::Iq2Xs | Format::Iq2S => p.on::<_, Ints<Iq2Codes, Signed<8>, 16, 16>>(isa, packed_layout),

@@ -6,8 +6,8 @@
 //! What a line holds is said in `lines.rs`; the products themselves are those of kt-avx512. `PERFORMANCE.md` says what limits them.
 //! Lines are unpacked in registers for few rows, and once per panel into the cache for many, with the same sums. So
 //! **each number comes out bit for bit the same on every tier, for any number of rows and any cut of the outputs** (but of Q4_1, Q5_0, Q5_1, Q5_K, Q2_K, IQ1_M and IQ3_S,
-//! on Zen 5 and Intel also of Q4_0 and MXFP4, in calls of 32 rows of an expert and more with VNNI of 512 bits, unless the runtime is `batch_invariant`). On other
-//! architectures than x86-64 the crate has no backend.
+//! on Zen 5, Intel and tier `avxvnni` also of Q4_0 and MXFP4, on the latter two also of Q3_K, Q4_K, Q6_K and IQ1_S, in calls of 32 rows of an expert and more with VNNI, unless
+//! the runtime is `batch_invariant`). On other architectures than x86-64 the crate has no backend.
 
 #[cfg(target_arch = "x86_64")]
 mod blocks;

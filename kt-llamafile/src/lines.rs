@@ -90,6 +90,31 @@ codes!(
         }
     }
 );
+/// Three bits, times 4: 4 x 2 x 28 x 127 < 2^15.
+#[derive(Clone, Copy)]
+pub struct Fours;
+
+impl Lines for Fours {
+    const OPERANDS: usize = ThreeBits::OPERANDS;
+    const STEP: usize = ThreeBits::STEP;
+    const BUNDLE: usize = ThreeBits::BUNDLE;
+    const SHARED: bool = ThreeBits::SHARED;
+    type Table<I: Isa> = ();
+    #[inline(always)]
+    fn table<I: Isa>(_: I) {}
+    #[inline(always)]
+    unsafe fn operands<I: Isa, const COLUMNS: usize>(isa: I, _: (), at: *const u8, step: usize) -> [I::Int; 2] {
+        // SAFETY: the bytes of all steps, by the caller's promise.
+        let [a, b] = unsafe { ThreeBits::operands::<I, COLUMNS>(isa, (), at, step) };
+        [isa.up::<2>(a), isa.up::<2>(b)]
+    }
+}
+
+impl Codes for Fours {
+    const SPAN: usize = 16;
+    type Unpacked = Bytes<16>;
+}
+
 codes!(
     /// Five bits, eight operands in five lines: 4 x 2 x 31 x 127 < 2^15.
     FiveBits, 80, bundle: 2, steps: 4, span: 16, |isa, _at, line, step| {
@@ -362,6 +387,33 @@ impl Scale for InUnits {
         let products = isa.mul_words_high(numbers, factors);
         // Eight times the lower word to the upper one.
         isa.add(products, isa.up::<19>(products))
+    }
+}
+
+/// The same as F32.
+#[derive(Clone, Copy)]
+pub struct OfUnits;
+
+impl Scale for OfUnits {
+    const RECORD: usize = InUnits::RECORD;
+    const SUPER: usize = InUnits::SUPER;
+    const OUTPUTS: bool = false;
+    const MINIMA: bool = true;
+    #[inline(always)]
+    unsafe fn load<I: Isa>(isa: I, record: *const u8, above: *const u8) -> I::Flt {
+        // SAFETY: by the caller's promise.
+        let (unit, words) =
+            unsafe { (InUnits::load(isa, record, above), InUnits::words(isa, record, InUnits::factors(isa, above))) };
+        isa.mul(isa.to_f32(isa.down::<16>(isa.up::<16>(words))), unit)
+    }
+    #[inline(always)]
+    unsafe fn minima<I: Isa>(isa: I, record: *const u8, above: *const u8) -> I::Flt {
+        // SAFETY: by the caller's promise.
+        let (unit, words) =
+            unsafe { (InUnits::load(isa, record, above), InUnits::words(isa, record, InUnits::factors(isa, above))) };
+        // Less what the upper word has for the zero point: eight times the lower one.
+        let lower = isa.down::<16>(isa.up::<16>(words));
+        isa.mul(isa.to_f32(isa.sub(isa.down::<16>(words), isa.up::<3>(lower))), unit)
     }
 }
 

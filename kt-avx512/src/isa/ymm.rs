@@ -5,6 +5,7 @@
 use std::arch::x86_64::*;
 
 use super::{Bits, Grid, Isa, fp8_bits, largest8, least_sum8, load_points, ops, run_with, same_code, sum8, token};
+use crate::words::full::{Memory, Unit};
 
 token!(
     /// AVX2, FMA, F16C.
@@ -525,6 +526,16 @@ unsafe impl Isa for AvxVnni {
 
     type Wide = Int;
     const VNNI: bool = true;
+
+    #[inline(always)]
+    unsafe fn add_unit<const R: usize, const P: usize, const GROUP: usize, const MINIMA: bool>(
+        self,
+        memory: &mut Memory<R, P>,
+        at: Unit,
+    ) {
+        // SAFETY: `self` proves AVX2, FMA and AVX-VNNI; what is read is so by the caller's promise.
+        unsafe { crate::words::full::ymm::<R, P, GROUP, MINIMA>(memory, at) }
+    }
 
     ops! {
         fn wide(self, w: Int) -> Int { w }

@@ -11,6 +11,7 @@ use crate::lines::{Codes, Floats};
 use crate::tile::Tile;
 use crate::tiled::{Streamed, StreamedInts, TileProduct, TileUnit};
 use crate::words::Kind;
+use crate::words::full::{Memory, Unit};
 
 token!(
     /// AVX-512 F, BW, VL, DQ.
@@ -503,6 +504,16 @@ macro_rules! bytes_by_vnni {
         fn multiply_words(self, kind: Kind, r: usize, tile: Tile<'_>) {
             // SAFETY: `self` proves AVX-512 F, BW and VNNI.
             unsafe { crate::words::run(kind, r, tile) }
+        }
+
+        #[inline(always)]
+        unsafe fn add_unit<const R: usize, const P: usize, const GROUP: usize, const MINIMA: bool>(
+            self,
+            memory: &mut Memory<R, P>,
+            at: Unit,
+        ) {
+            // SAFETY: `self` proves AVX-512 F, BW and VNNI; what is read is so by the caller's promise.
+            unsafe { crate::words::full::zmm::<R, P, GROUP, MINIMA>(memory, at) }
         }
 
         #[inline(always)]

@@ -50,7 +50,7 @@ pub enum InputLayout {
     Int8Words {
         /// Columns per scale of the weights: 16 or 32.
         group: usize,
-        /// The zero point of the weights, and the largest magnitude less that: up to 16.
+        /// The zero point of the weights, and the largest magnitude less that: up to 32 for groups of 16 columns, 16 for those of 32.
         zero: i32,
         /// Whether weights have minima.
         minima: bool,
@@ -562,7 +562,7 @@ mod tests {
     #[test]
     fn blocks_in_words_have_integer_scales_of_groups() {
         let mut random = crate::testing::Random(5);
-        for (group, zero, minima) in [(16, 12, false), (16, 2, true), (32, 8, true), (32, 16, false)] {
+        for (group, zero, minima) in [(16, 12, false), (16, 32, false), (16, 2, true), (32, 8, true), (32, 16, false)] {
             // Groups of unlike sizes, one of zeros, and one whose codes are all large.
             let x: [f32; BLOCK] = std::array::from_fn(|i| match i / 32 {
                 0 => random.normal(),
