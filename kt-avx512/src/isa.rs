@@ -174,7 +174,7 @@ pub unsafe trait Isa: Copy {
         unreachable!("no VNNI of 512 bits")
     }
 
-    /// Adds the products of blocks to the sums of a [full](crate::words::full) tile; only with VNNI.
+    /// Adds the products of blocks to the sums of a tile of words that fills the registers; only with VNNI.
     ///
     /// # Safety
     /// What it reads is readable.

@@ -45,8 +45,8 @@ pub struct Unit {
     hints: Rows,
 }
 
-/// What depends on the registers: instructions; registers for what is broadcast, for sums of groups, and for the order of bytes; bytes of a register; and where register `h` of a row is
-/// of what is at `$at` for the first one.
+/// What depends on the registers: instructions; registers for what is broadcast, for sums of groups, and for the order of bytes; and where register `$h` of a row is of what is at `$at`
+/// for the first one.
 #[rustfmt::skip]
 macro_rules! of {
     (ymm, dot) => { "{{vex}} vpdpbusd " };
@@ -60,8 +60,6 @@ macro_rules! of {
     // Not needed together.
     (ymm, swapped) => { "ymm15" };
     (zmm, swapped) => { "zmm30" };
-    (ymm, bytes) => { "32" };
-    (zmm, bytes) => { "64" };
     (ymm, $at:literal, $h:literal) => { concat!("ymmword ptr [", $at, " + 32*", $h) };
     (zmm, $at:literal, 0) => { concat!("zmmword ptr [", $at) };
     (zmm, $at:literal, 1) => { concat!("zmmword ptr [", $at, " + {stride}") };
