@@ -220,7 +220,7 @@ impl Rows {
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Level {
     /// Where many rows pass over the lines before: layers are up to 8 % faster so, though what is asked for is due only some microseconds later. On Zen 5,
-    /// any number of rows. Not where products are in assembly on Intel ([`Later::take_times`]).
+    /// any number of rows. Not in products of `dots.rs`; in those of `words/full.rs` level, 64 and 256 rows.
     First,
     /// Where there are fewer: with as many hints for less work, what is read now would wait for what the first level has for misses.
     #[default]
