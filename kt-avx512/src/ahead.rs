@@ -199,7 +199,7 @@ pub(crate) struct Rows {
 
 impl Rows {
     /// None.
-    const NONE: Rows = Rows { at: std::ptr::null(), rows: 0, lines: 0, step: 0, next: 0 };
+    pub(crate) const NONE: Rows = Rows { at: std::ptr::null(), rows: 0, lines: 0, step: 0, next: 0 };
 
     /// Asks for them.
     #[inline(always)]

@@ -25,6 +25,9 @@ pub(crate) use zmm::{Bf16, Plain, Tiled, Vbmi, Vnni};
 
 /// Work that is to be compiled for an instruction set.
 pub trait Job {
+    /// Whether it has more in registers of 512 bits than there are, in loops that matter: such jobs have an aligned stack.
+    const SPILLS: bool = false;
+
     /// Does it. For [`Isa::run`], implementations are `#[inline(always)]`: else they would be compiled without the instructions.
     fn go<I: Isa>(self, isa: I);
 }
@@ -647,8 +650,8 @@ pub(crate) use ops;
 
 /// A line on the stack. A function that has one aligns its stack, and only then are registers that it has no room for kept at aligned
 /// addresses: compilers decide on that before they know of these. Else many of them are across two lines, by chance of where a program's stack
-/// begins: with registers of 256 bits, few rows took up to five times as long. With those of 512, of which there are twice as many, no
-/// difference was measured.
+/// begins: with registers of 256 bits, few rows took up to five times as long, with those of 512 [some jobs](Job::SPILLS) up to a third longer. It costs a register
+/// for addresses: few rows of integers would take up to 8 % more time with registers of 512 bits.
 #[repr(align(64))]
 pub(crate) struct AlignedLine {
     _bytes: [u8; 64],
@@ -661,7 +664,7 @@ macro_rules! run_with {
         fn run<J: $crate::isa::Job>(self, job: J) {
             #[target_feature(enable = $features)]
             fn inner<I: $crate::isa::Isa, J: $crate::isa::Job>(isa: I, job: J) {
-                if const { !I::LARGE } {
+                if const { !I::LARGE || J::SPILLS } {
                     let mut line = std::mem::MaybeUninit::<$crate::isa::AlignedLine>::uninit();
                     std::hint::black_box(&mut line);
                 }

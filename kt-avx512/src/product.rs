@@ -199,7 +199,13 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize> Ints<L, S, XG, WG> {
 
     /// Whether tiles of so many rows in all over cached lines are [square].
     fn is_square<I: Isa>(isa: I, rows: usize) -> bool {
-        <Self as Path<I>>::ON_TILES && taller(isa) && Self::has_operands(isa, rows)
+        taller(isa) && const { Self::squares::<I>() } && Self::has_operands(isa, rows)
+    }
+
+    /// Whether there are such tiles: their products in assembly are of 32 columns and more. Where several of them share a scale of the weights, what these add up to would be in
+    /// memory beside the totals; and scales are read from where panels are packed, which with bundles of some are not as far apart from each other.
+    const fn squares<I: Isa>() -> bool {
+        I::LARGE && I::VNNI && S::WORDS == 0 && WG <= XG && XG.is_multiple_of(4 * STEP) && L::BUNDLE == 1
     }
 }
 
@@ -226,7 +232,7 @@ const fn cached_panels<I: Isa>() -> usize {
 }
 
 /// Whether tiles over cached lines have four panels and up to six rows, and their products are in assembly: where loads take the place of products, such tiles have the fewest of them. Those of
-/// numbers, and of symmetric integers with one scale an output.
+/// numbers, and of integers for [some](Ints::squares).
 fn square<I: Isa>(isa: I) -> bool {
     I::LARGE && !I::TILES && isa.ports() == Ports::Shared
 }
@@ -335,7 +341,7 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
         } else if !I::LARGE && L::SPAN == 0 && size_of::<I::Wide>() > LINE {
             // Magnitudes and signs of codes, two of the 16 registers each.
             4
-        } else if taller(isa) && WG <= XG && !<Self as Path<I>>::ON_TILES && Self::has_operands(isa, rows) {
+        } else if taller(isa) && !const { Self::squares::<I>() } && WG <= XG && Self::has_operands(isa, rows) {
             // As many sums and totals go with two lines and an input into 32 registers, unless sums of several groups come in between.
             7
         } else {
@@ -391,6 +397,9 @@ impl<I: Isa, L: Codes, S: Scale, const XG: usize, const WG: usize> Path<I> for I
             isa.multiply_words(Kind { nibbles: !unpacked, group: XG, words }, r, tile);
         } else if const { I::LARGE && I::VNNI && <Self as Path<I>>::ON_TILES } && unpacked && taller(isa) {
             rows!(r, [4, 5, 6], isa.run(SquareTile::<S, R> { tile, kind: PhantomData }))
+        } else if const { Self::squares::<I>() && !<Self as Path<I>>::ON_TILES } && unpacked && taller(isa) {
+            let kind = PhantomData;
+            rows!(r, [4, 5, 6], isa.run(IntTile::<Bytes<0>, S, XG, WG, false, R, { MOST_PANELS }> { tile, kind }))
         } else if const { I::LARGE && I::VNNI } && unpacked {
             // All codes are alike to VNNI.
             let kind = PhantomData;
@@ -1086,7 +1095,7 @@ impl Product<'_> {
         let columns = matrix.cols() / SUPER;
         let few = n <= stream_rows(I::LARGE);
         let direct = few && n <= DIRECT_ROWS;
-        let panels = if few { 1 } else { cached_panels::<I>() };
+        let panels = if few { 1 } else { <Ints<Bytes<0>, F32Scale, G, G> as Path<I>>::cached_panels(isa, n) };
         let cached = if few { FEW } else { CACHED };
         let most_columns = (cached / (panels * SUPER * PANEL)).clamp(1, columns.max(1));
         let line_bytes = most_columns * SUPER * PANEL;
@@ -1139,9 +1148,8 @@ impl Product<'_> {
                 done += PANEL;
                 continue;
             }
-            // Where fewer panels are left than a tile has, the last one of them is all it has.
+            // Where fewer panels are left than a tile has, the others are what was there before.
             let present = (width - done).div_ceil(PANEL).min(panels);
-            let tile_stride = if present < panels { 0 } else { stride };
             for start in (0..columns).step_by(most_columns) {
                 let now = most_columns.min(columns - start);
                 for p in 0..present {
@@ -1161,11 +1169,11 @@ impl Product<'_> {
                     let first_block = start * SUPER / BLOCK;
                     let tile = Tile {
                         weights: &*buffer,
-                        weight_stride: tile_stride,
+                        weight_stride: stride,
                         unit: 1,
                         line_skip: 0,
                         panel: &*buffer,
-                        panel_stride: tile_stride,
+                        panel_stride: stride,
                         panel_step: LINE,
                         outputs_at: 0,
                         group_at: line_bytes,

@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use kt_core::cpu::input::{BLOCK, WORD_ZERO, WORD_ZEROS};
 
-use crate::ahead::{Ahead, Later, prefetch_later, prefetch_now};
+use crate::ahead::{Ahead, Later, Rows, prefetch_later, prefetch_now};
 use crate::dots::{LinesAt, STEP};
 use crate::isa::{Isa, Job};
 use crate::layout::{BITS, LINE, MOST_PANELS, PANEL, SUPER, spread, unit_of};
@@ -463,6 +463,11 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         XG == BLOCK && !Self::by_spans::<I>() || Self::in_words::<I>() || L::SPAN <= 4 || L::SPAN > XG || L::SHARED
     }
 
+    /// Whether products are [in assembly](crate::dots).
+    const fn in_assembly<I: Isa>() -> bool {
+        !STREAM && P == MOST_PANELS && I::LARGE && I::VNNI && L::OPERANDS == 1 && XG.is_multiple_of(4 * STEP)
+    }
+
     /// Whether zero points are added to nibbles: for all rows, where a subtraction is for each. From three rows on it is less, with registers of 512
     /// bits: with others each line takes two additions.
     const fn shifts<I: Isa>() -> bool {
@@ -501,6 +506,16 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
         (line, at, k): (&mut *const u8, Place, usize),
         sums: &mut [[I::Int; P]; R],
     ) {
+        if const { Self::in_assembly::<I>() } {
+            let steps = XG / 4 / STEP;
+            let hints = if XG == BLOCK { t.later.take_times(steps) } else { Rows::NONE };
+            let (x, row) = (at.x.wrapping_add(k), at.input_bytes);
+            let at = LinesAt { line: *line, stride: t.weight_stride, x, row, steps, hints };
+            // SAFETY: lines of these columns, and codes of all rows, by the caller's promise.
+            unsafe { isa.dot_lines(sums, at) };
+            *line = Steps::<L, XG>::after(*line, 1);
+            return;
+        }
         let apart = Self::apart::<I>();
         let by_spans = const { Self::by_spans::<I>() };
         let span = if const { Self::in_one_span::<I>() } { XG } else { L::SPAN };
@@ -676,6 +691,8 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, c
 impl<L: Codes, S: Scale, const XG: usize, const WG: usize, const STREAM: bool, const R: usize, const P: usize> Job
     for IntTile<'_, L, S, XG, WG, STREAM, R, P>
 {
+    const SPILLS: bool = !STREAM;
+
     #[inline(always)]
     fn go<I: Isa>(self, isa: I) {
         if (Self::BUNDLE || Self::ONE_STREAM) && self.tile.ahead.bytes == 0 {
@@ -1191,6 +1208,8 @@ pub(crate) struct FloatTile<'a, L, const SCALED: u8, const STREAM: bool, const R
 impl<L: Floats, const SCALED: u8, const STREAM: bool, const R: usize, const P: usize> Job
     for FloatTile<'_, L, SCALED, STREAM, R, P>
 {
+    const SPILLS: bool = !STREAM;
+
     #[inline(always)]
     fn go<I: Isa>(mut self, isa: I) {
         // Registers: of inputs, one for each of 4 columns of a row; of weights, 4 or 8 for each panel.
