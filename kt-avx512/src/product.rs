@@ -237,7 +237,7 @@ fn square<I: Isa>(isa: I) -> bool {
     I::LARGE && !I::TILES && isa.ports() == Ports::Shared
 }
 
-/// Whether other tiles of integers over cached lines have a row more, and nibbles are unpacked for them, too: where what is not a product takes the place of
+/// Whether tiles of integers over cached lines that are not [square] have a row more, and nibbles are unpacked for all of them: where what is not a product takes the place of
 /// one, and products take five cycles, so that twelve sums are too few for two a cycle.
 fn taller<I: Isa>(isa: I) -> bool {
     I::VNNI && square(isa)
@@ -260,8 +260,8 @@ const fn looks_up_in_tile<I: Isa, L: Codes, S: Scale>() -> bool {
     I::LARGE && I::VNNI && nibbles && !L::NIBBLES && !words_of_type::<I, S>() && (I::VBMI || !S::POWERS)
 }
 
-/// From how many rows on nibbles are unpacked for [taller] tiles: what is unpacked comes from farther away, with no products beside it. The second: where tiles then are
-/// [square].
+/// From how many rows on nibbles are unpacked for [taller] tiles: what is unpacked comes from farther away, with no products beside it. The second: of
+/// symmetric integers with one scale an output.
 const UNPACKED_NIBBLES: [usize; 2] = [48, 24];
 
 /// From how many rows on nibbles whose groups have zero points are unpacked, with these, where two products begin in a cycle: an addition more for each line is not
