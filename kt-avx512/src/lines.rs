@@ -583,6 +583,11 @@ static BYTE: [[u8; LINE]; 2] = {
     t
 };
 
+/// The bits of 2^(23 - `BIT`) as F32, to which a code from that bit on adds itself.
+const fn plus_code<const BIT: u32>() -> i32 {
+    ((127 + 23 - BIT) << 23) as i32
+}
+
 /// Unpacks the lines of a block to BF16 numbers, those that codes stand for: 16 outputs x 2 columns in a line. Scales are those of [`Ints`].
 ///
 /// [`Ints`]: crate::product::Ints
@@ -649,28 +654,54 @@ impl<L: Codes, S: Scale, const XG: usize, const WG: usize> Job for Widen<'_, '_,
         for group in 0..BLOCK / XG {
             let from = Steps::<L, XG>::after(from, group);
             let [scale, add] = of_group::<I, S, XG, WG>(isa, self.scales, group);
+            // Nibbles from a bit on become numbers without a conversion, as what they add to a power of two, which is taken off again here: exactly if scales have up to
+            // 15 bits, else to 2^-13 of what one more in a code is (Q4_K; rounding to BF16 is 2^-9 of a number).
+            let from_12 = isa.mul_add(scale, isa.splat_f32(-2048.0), add);
+            let from_16 = isa.mul_add(scale, isa.splat_f32(-128.0), add);
             // No closures: compilers leave calls of some, and those have none of the instructions.
+            macro_rules! nibble {
+                ($v:expr, $bit:literal, $add:expr) => {{
+                    let code = isa.and($v, isa.splat(0xf << $bit));
+                    isa.mul_add(isa.as_f32(isa.xor(code, isa.splat(plus_code::<$bit>()))), scale, $add)
+                }};
+            }
             macro_rules! number {
                 ($codes:expr) => {
                     isa.mul_add(isa.to_f32($codes), scale, add)
                 };
             }
+            macro_rules! store {
+                ($($first:expr, $second:expr);*) => {$(
+                    // SAFETY: as many lines as there are pairs of columns, as said above.
+                    unsafe { isa.store(to, isa.bf16_pairs($first, $second)) };
+                    to = to.wrapping_add(LINE);
+                )*};
+            }
             macro_rules! widen {
                 ($step:expr) => {
-                    // SAFETY: the bytes of all steps, of all groups, as said above.
-                    let operands = unsafe { L::operands::<I, XG>(isa, table, from, $step) };
-                    for &v in &operands[..L::OPERANDS] {
-                        // By other ports than shifts are on.
-                        let (second, third) = (isa.lookup(v, middle[0]), isa.lookup(v, middle[1]));
-                        let low = isa.splat(0xff);
-                        let first = isa.bf16_pairs(number!(isa.and(v, low)), number!(second));
-                        let second = isa.bf16_pairs(number!(third), number!(isa.and(isa.down::<24>(v), low)));
-                        // SAFETY: as many lines as there are pairs of columns, as said above.
-                        unsafe {
-                            isa.store(to, first);
-                            isa.store(to.wrapping_add(LINE), second);
+                    if L::NIBBLES {
+                        // SAFETY: the bytes of all steps, of all groups, as said above.
+                        let v = unsafe { isa.load(Steps::<L, XG>::at(from, $step)) };
+                        let (up_8, up_16) = (isa.up::<8>(v), isa.up::<16>(v));
+                        let (down_8, down_16) = (isa.down::<8>(v), isa.down::<16>(v));
+                        store!(
+                            nibble!(up_16, 16, from_16), nibble!(up_8, 16, from_16);
+                            nibble!(v, 16, from_16), nibble!(down_8, 16, from_16);
+                            nibble!(up_8, 12, from_12), nibble!(v, 12, from_12);
+                            nibble!(down_8, 12, from_12), nibble!(down_16, 12, from_12)
+                        );
+                    } else {
+                        // SAFETY: as above.
+                        let operands = unsafe { L::operands::<I, XG>(isa, table, from, $step) };
+                        for &v in &operands[..L::OPERANDS] {
+                            // By other ports than shifts are on.
+                            let (second, third) = (isa.lookup(v, middle[0]), isa.lookup(v, middle[1]));
+                            let low = isa.splat(0xff);
+                            store!(
+                                number!(isa.and(v, low)), number!(second);
+                                number!(third), number!(isa.and(isa.down::<24>(v), low))
+                            );
                         }
-                        to = to.wrapping_add(2 * LINE);
                     }
                 };
             }
